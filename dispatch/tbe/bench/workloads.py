@@ -1,0 +1,211 @@
+"""The named workloads: one tagged list that the runner, the tests and the documentation share.
+
+``base`` workloads span what moves this operator's time: launch-bound (small_batch), memory-bound over
+distinct rows (uniform_10m, distinct_10m), middling runs (band_10k), skew (zipf_1m, blog_batch), tables
+that fit in a cache (hot_100), mixed and wide rows, and the tables and bag sizes of MLPerf's DLRM-v2.
+``fbgemm_default`` has the defaults of FBGEMM's own published benchmark. The other tags vary one thing of
+a base workload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from tbe.bench.errors import SelectionError
+
+UNIFORM, DISTINCT, ZIPF = "uniform", "distinct", "zipf"
+
+BASE, WEIGHTED, VARIANT = "base", "weighted", "variant"
+TAGS = (BASE, WEIGHTED, VARIANT)
+
+# MLPerf DLRM-v2 (Criteo 1TB, multi-hot): rows a table, lookups a bag.
+_MLPERF_ROWS = (
+    *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),
+    *(2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
+)
+_MLPERF_LENGTHS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+_MIXED_DIMS = (4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 64, 32, 20)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One problem to measure; feature t looks up table t.
+
+    ``rows`` and ``dims`` are per table, ``batch`` the bags a feature, ``lengths`` the lookups a bag for
+    each feature: exactly that many, or uniform integers in [0, 2L] when ``varying``. ``ids`` is
+    ``uniform``, ``distinct`` (no row twice in a batch) or ``zipf`` with exponent ``zipf_exponent`` (above
+    1). The optimizer is exact row-wise Adagrad with ``lr`` and ``eps``. Raises ``ValueError`` when the
+    tuples disagree.
+    """
+
+    name: str
+    rows: tuple[int, ...]
+    dims: tuple[int, ...]
+    batch: int
+    lengths: tuple[int, ...]
+    ids: str = UNIFORM
+    zipf_exponent: float = 0.0
+    varying: bool = False
+    weighted: bool = False
+    pooling: str = "sum"
+    weights_dtype: torch.dtype = torch.float16
+    output_dtype: torch.dtype = torch.float32
+    index_dtype: torch.dtype = torch.int64
+    lr: float = 0.01
+    eps: float = 1e-8
+    tags: tuple[str, ...] = (BASE,)
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not len(self.rows) == len(self.dims) == len(self.lengths) > 0:
+            sizes = f"{len(self.rows)}, {len(self.dims)} and {len(self.lengths)}"
+            raise ValueError(f"{self.name}: rows, dims and lengths must have one entry a table, got {sizes}")
+        if self.ids not in (UNIFORM, DISTINCT, ZIPF):
+            raise ValueError(f"{self.name}: ids must be uniform, distinct or zipf, got {self.ids!r}")
+        if self.ids == ZIPF and self.zipf_exponent <= 1.0:
+            raise ValueError(f"{self.name}: zipf_exponent must be above 1, got {self.zipf_exponent}")
+
+    @property
+    def features(self) -> int:
+        """T, the number of features and of tables."""
+        return len(self.rows)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """First output column of each feature, then the total width: T+1 numbers."""
+        starts = [0]
+        for dim in self.dims:
+            starts.append(starts[-1] + dim)
+        return tuple(starts)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of all tables, without optimizer state."""
+        return sum(r * d for r, d in zip(self.rows, self.dims, strict=True)) * self.weights_dtype.itemsize
+
+    def scaled(self, factor: float) -> Workload:
+        """The same shape with ``factor`` times the bags and rows, at least one of each. Dims and bag
+        sizes stay, so run lengths stay about the same. Raises ``ValueError`` unless 0 < factor <= 1."""
+        if not 0 < factor <= 1:
+            raise ValueError(f"scale must be in (0, 1], got {factor}")
+        batch = max(1, round(self.batch * factor))
+        rows = tuple(max(1, round(r * factor)) for r in self.rows)
+        if self.ids == DISTINCT:
+            # Rounding must not leave fewer rows than lookups: the batch would stop being distinct.
+            rows = tuple(max(r, batch * length) for r, length in zip(rows, self.lengths, strict=True))
+        return replace(self, batch=batch, rows=rows, scale=self.scale * factor)
+
+    def parameters(self) -> dict[str, object]:
+        """Everything that decides the inputs and the arithmetic, ready for JSON; the name and tags are
+        not."""
+        return {
+            "rows": list(self.rows),
+            "dims": list(self.dims),
+            "batch": self.batch,
+            "lengths": list(self.lengths),
+            "ids": self.ids,
+            "zipf_exponent": self.zipf_exponent,
+            "varying": self.varying,
+            "weighted": self.weighted,
+            "pooling": self.pooling,
+            "weights_dtype": dtype_name(self.weights_dtype),
+            "output_dtype": dtype_name(self.output_dtype),
+            "index_dtype": dtype_name(self.index_dtype),
+            "lr": self.lr,
+            "eps": self.eps,
+        }
+
+    def summary(self) -> str:
+        """One line for a person: tables, widths, bags, bag sizes, ids and what is not the default."""
+        ids = f"Zipf {self.zipf_exponent}" if self.ids == ZIPF else self.ids
+        length = ("~" if self.varying else "") + _span(self.lengths)
+        parts = [f"{self.features} x {_span(self.rows)} rows", f"D {_span(self.dims)}", f"B {self.batch}"]
+        parts += [f"L {length}", ids, f"{dtype_name(self.weights_dtype)} to {dtype_name(self.output_dtype)}"]
+        parts += ["weighted"] if self.weighted else []
+        parts += [self.pooling] if self.pooling != "sum" else []
+        parts += [dtype_name(self.index_dtype)] if self.index_dtype != torch.int64 else []
+        return ", ".join(parts)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float16`` as ``float16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _span(values: tuple[int, ...]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,}..{high:,}"
+
+
+def _even(
+    name: str, tables: int, rows: int, dim: int, batch: int, length: int, zipf: float = 0.0
+) -> Workload:
+    """A workload whose tables are all alike; Zipf ids when ``zipf`` is given, else uniform."""
+    ids = ZIPF if zipf else UNIFORM
+    rest = (batch, (length,) * tables, ids, zipf)
+    return Workload(name, (rows,) * tables, (dim,) * tables, *rest)
+
+
+def _base() -> list[Workload]:
+    mixed = Workload("mixed_dims", (1_000_000,) * 16, _MIXED_DIMS, 8192, (20,) * 16, ZIPF, 1.05)
+    mlperf = Workload("mlperf_dlrm2", _MLPERF_ROWS, (128,) * 26, 8192, _MLPERF_LENGTHS, ZIPF, 1.05)
+    return [
+        _even("fbgemm_default", 32, 100_000, 128, 512, 20),
+        _even("small_batch", 8, 1_000_000, 64, 128, 10),
+        _even("uniform_10m", 16, 10_000_000, 128, 8192, 20),
+        replace(_even("distinct_10m", 8, 10_000_000, 128, 16384, 20), ids=DISTINCT),
+        _even("band_10k", 16, 10_000, 128, 16384, 40),
+        replace(_even("zipf_1m", 16, 1_000_000, 128, 16384, 30, zipf=1.15), varying=True),
+        _even("hot_100", 16, 100, 128, 16384, 40),
+        mixed,
+        _even("wide_1024", 4, 200_000, 1024, 4096, 20, zipf=1.05),
+        mlperf,
+        _even("blog_batch", 32, 4_000_000, 128, 131_072, 20, zipf=1.2),
+    ]
+
+
+def _variants(base: Iterable[Workload]) -> list[Workload]:
+    """Weighted for every regime of run lengths and for mixed widths; dtypes and mean for two small ones."""
+    by_name = {workload.name: workload for workload in base}
+    out = []
+    for name in (
+        *("fbgemm_default", "uniform_10m", "band_10k", "zipf_1m", "hot_100", "mixed_dims", "mlperf_dlrm2"),
+    ):
+        out.append(replace(by_name[name], name=f"{name}.weighted", weighted=True, tags=(WEIGHTED,)))
+    for name in ("fbgemm_default", "zipf_1m"):
+        shape = replace(by_name[name], tags=(VARIANT,))
+        out += [
+            replace(shape, name=f"{name}.fp16_output", output_dtype=torch.float16),
+            replace(shape, name=f"{name}.fp32_tables", weights_dtype=torch.float32),
+            replace(shape, name=f"{name}.bf16_tables", weights_dtype=torch.bfloat16),
+            replace(shape, name=f"{name}.int32_indices", index_dtype=torch.int32),
+            replace(shape, name=f"{name}.mean", pooling="mean"),
+        ]
+    return out
+
+
+def catalogue() -> tuple[Workload, ...]:
+    """Every named workload at full size, base workloads first; names are unique."""
+    base = _base()
+    return (*base, *_variants(base))
+
+
+def select(text: str) -> list[Workload]:
+    """``"zipf_1m,weighted"`` to workloads, in catalogue order and each once.
+
+    A name is a workload's, a tag (``base``, ``weighted``, ``variant``) or ``all``. Raises ``SelectionError``
+    that lists the valid names.
+    """
+    known = catalogue()
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    valid = {"all", *TAGS, *(workload.name for workload in known)}
+    unknown = [name for name in names if name not in valid]
+    if unknown or not names:
+        wrong = f"unknown workload {', '.join(unknown)}" if unknown else "no workload named"
+        listed = ", ".join(workload.name for workload in known)
+        raise SelectionError(f"{wrong}; valid: all, {', '.join(TAGS)}, {listed}")
+    wanted = set(names)
+    return [w for w in known if "all" in wanted or w.name in wanted or wanted.intersection(w.tags)]
