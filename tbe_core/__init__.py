@@ -1,0 +1,38 @@
+"""The contract of table-batched embeddings: types, semantics, optimizers, tiers and routing. Needs torch only."""
+
+from .backend import BAD_LOOKUPS, BAD_OFFSETS, Backend, Lookup, Training
+from .config import DeviceConfig
+from .layout import Group, Layout
+from .optimizers import SGD, Optimizer, RowwiseAdagrad
+from .plan import Absent, BackendError, Plan, Policy, Rejection, choose
+from .spec import Spec
+from .tiers import Route, Tier, route, tier_of_run
+from .types import Capabilities, Problem, Table
+
+__all__ = [
+    "BAD_LOOKUPS",
+    "BAD_OFFSETS",
+    "SGD",
+    "Absent",
+    "Backend",
+    "BackendError",
+    "Capabilities",
+    "DeviceConfig",
+    "Group",
+    "Layout",
+    "Lookup",
+    "Optimizer",
+    "Plan",
+    "Policy",
+    "Problem",
+    "Rejection",
+    "Route",
+    "RowwiseAdagrad",
+    "Spec",
+    "Table",
+    "Tier",
+    "Training",
+    "choose",
+    "route",
+    "tier_of_run",
+]

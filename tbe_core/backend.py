@@ -1,0 +1,82 @@
+"""The contract between the front door and a backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from .config import DeviceConfig
+from .plan import Plan
+from .spec import Spec
+from .types import Capabilities, Problem
+
+BAD_LOOKUPS, BAD_OFFSETS = 0, 1
+"""Places in the ``bad`` counters."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """One call's tensors, validated. N lookups, T features, B bags a feature."""
+
+    spec: Spec
+    plan: Plan
+    weights: torch.Tensor
+    """Flat storage ``[spec.layout.total_elements]``."""
+    indices: torch.Tensor
+    """``[N]`` int32 or int64."""
+    offsets: torch.Tensor
+    """``[T * B + 1]`` int32 or int64, feature-major."""
+    per_sample_weights: torch.Tensor | None
+    """``[N]`` or None."""
+    bad: torch.Tensor | None = None
+    """int64 ``[2]``: counters of bad lookups and bad offsets, to be added to; None: do not count."""
+
+    @property
+    def batch(self) -> int:
+        """B: bags a feature."""
+        return (self.offsets.numel() - 1) // self.spec.layout.features
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the update needs beyond the lookup."""
+
+    states: tuple[torch.Tensor, ...]
+    """Optimizer states in the order of ``Optimizer.STATE``: ``[total_rows]`` or ``[total_elements]``, fp32."""
+    hyper: torch.Tensor
+    """fp32 ``[len(HYPER)]`` on the tables' device, in the order of ``Optimizer.HYPER``."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """What a backend package provides: an object ``backend`` in its top-level module.
+
+    Bad ids (below 0, or not below the table's rows) contribute nothing and train nothing. Bags whose offsets
+    are out of order or out of range are read as empty. Neither the caller's tensors nor anything but the
+    touched rows and their state may change. No host synchronisation.
+    """
+
+    name: str
+
+    def unavailable(self, caps: Capabilities) -> str | None:
+        """Why nothing can run on this device, in a sentence that says what to do; None: it can."""
+
+    def preference(self, caps: Capabilities) -> int:
+        """The higher is tried first. Below 0: only on explicit request."""
+
+    def unsupported(self, problem: Problem, caps: Capabilities) -> tuple[str, ...]:
+        """Every reason why this problem cannot be served; empty: it can."""
+
+    def configure(self, problem: Problem, caps: Capabilities) -> tuple[DeviceConfig, tuple[str, ...]]:
+        """The device's thresholds, and notes for the plan (which sort, which tiers, and why)."""
+
+    def forward(self, lookup: Lookup) -> torch.Tensor:
+        """``[B, sum of feature dims]`` (``[N, D]`` with pooling none) in the output dtype."""
+
+    def backward_update(self, lookup: Lookup, grad: torch.Tensor, training: Training) -> None:
+        """One exact optimizer step of every touched row, in place. ``grad``: like the output."""
+
+    def per_sample_weight_grad(self, lookup: Lookup, grad: torch.Tensor) -> torch.Tensor:
+        """``[N]`` fp32: <row before the update, its bag's output gradient>, over the length for mean."""

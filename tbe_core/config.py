@@ -1,0 +1,40 @@
+"""Thresholds of a device: data, never written into kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """The numbers that shape launches on one device. Units in the names."""
+
+    source: str = "untuned defaults"
+    """Where the numbers come from: ``tuned on <device>, <date>`` or ``untuned ...``."""
+    forward_bags: int = 2
+    """Neighbouring bags that one forward program pools side by side."""
+    forward_unroll: int = 8
+    """Lookups a bag that are loaded before the first is added."""
+    forward_columns: int = 512
+    """Widest slice of a row that one forward program holds."""
+    stretch: int = 128
+    """Sorted lookups that one update program owns, when there is work for every processor."""
+    stretch_small: int = 32
+    """The same when lookups are few: fill the device first."""
+    unroll: int = 4
+    """Gradient rows in flight in the update."""
+    programs_per_processor: int = 16
+    """Update programs a processor that count as a full device."""
+    fused_programs: int = 64
+    """Up to this many update programs the last arriver combines a long run (one launch fewer); a run that
+    spans more is combined by a launch of its own, which adds many partials side by side."""
+    elements_per_lane: int = 8
+    """Elements of a row that one lane holds before another warp is added."""
+
+    def __post_init__(self) -> None:
+        for field in ("forward_bags", "forward_unroll", "forward_columns", "stretch", "stretch_small", "unroll"):
+            value = getattr(self, field)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{field}={value!r}: expected a power of two")
+        if self.stretch % self.unroll or self.stretch_small % self.unroll:
+            raise ValueError(f"unroll={self.unroll!r}: expected a divisor of both stretches")

@@ -1,0 +1,75 @@
+"""The static description of one operator: what a module is, without its tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from .dtypes import OUTPUT_DTYPES, WEIGHT_DTYPES, names
+from .layout import Layout
+from .optimizers import Optimizer
+from .types import BOUNDS_CHECK_MODES, POOLING_MODES, BoundsCheck, Pooling, Problem
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Tables, pooling, optimizer and dtypes of one operator. Hashable; no tensors, no batch sizes."""
+
+    layout: Layout
+    optimizer: Optimizer
+    pooling: Pooling = "sum"
+    weights_dtype: torch.dtype = torch.float32
+    output_dtype: torch.dtype = torch.float32
+    bounds_check: BoundsCheck = "warn"
+    deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.optimizer, Optimizer):
+            raise ValueError(f"optimizer={self.optimizer!r}: expected an optimizer such as tbe.SGD(lr=0.01)")
+        for name, modes in (("pooling", POOLING_MODES), ("bounds_check", BOUNDS_CHECK_MODES)):
+            if getattr(self, name) not in modes:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(modes)}")
+        for name, dtypes in (("weights_dtype", WEIGHT_DTYPES), ("output_dtype", OUTPUT_DTYPES)):
+            if getattr(self, name) not in dtypes:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {names(dtypes)}")
+        if self.pooling == "none" and len(self.layout.dims) > 1:
+            raise ValueError(
+                f"pooling='none' with dims {list(self.layout.dims)}: expected one dim for all features"
+            )
+
+    @cached_property
+    def handle(self) -> int:
+        """A 62-bit number that names this description, the same in every process."""
+        text = repr((self.layout, self.optimizer, self.pooling, self.weights_dtype, self.output_dtype,
+                     self.bounds_check, self.deterministic))  # fmt: skip
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+    @cached_property
+    def output_width(self) -> int:
+        """Columns of the output: the sum of feature dims, or the dim with pooling ``none``."""
+        return self.layout.dims[0] if self.pooling == "none" else self.layout.output_width
+
+    def problem(
+        self,
+        index_dtype: torch.dtype = torch.int64,
+        offset_dtype: torch.dtype = torch.int64,
+        weighted: bool = False,
+    ) -> Problem:
+        return Problem(
+            dims=self.layout.dims,
+            total_rows=self.layout.total_rows,
+            total_elements=self.layout.total_elements,
+            weights_dtype=self.weights_dtype,
+            output_dtype=self.output_dtype,
+            index_dtype=index_dtype,
+            offset_dtype=offset_dtype,
+            pooling=self.pooling,
+            bounds_check=self.bounds_check,
+            weighted=weighted,
+            optimizer=self.optimizer.NAME,
+            optimizer_flags=tuple(self.optimizer.flags.items()),
+            deterministic=self.deterministic,
+        )
