@@ -1,0 +1,116 @@
+"""Forward, exact fused update and per-sample-weight gradient in eager torch; no loop over bags or rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from tbe_core import BAD_LOOKUPS, Capabilities, DeviceConfig, Lookup, Problem, Training
+from tbe_core.optimizers import REGISTRY, Hyper
+
+from .jagged import GroupLookup, group_lookups
+
+CHUNK_ELEMENTS = 1 << 24
+"""Elements of gathered rows held at once: 64 MiB in fp32, whatever the batch."""
+
+
+class CpuBackend:
+    """Serves CPU tensors. Results are bitwise repeatable: every sum has one owner and one order."""
+
+    name = "cpu"
+
+    def unavailable(self, caps: Capabilities) -> str | None:
+        if caps.device_type != "cpu":
+            return f"serves CPU tensors only, not {caps.device_type}"
+        return None
+
+    def preference(self, caps: Capabilities) -> int:
+        return 0
+
+    def unsupported(self, problem: Problem, caps: Capabilities) -> tuple[str, ...]:
+        if problem.optimizer not in REGISTRY:
+            return (f"optimizer {problem.optimizer!r} is unknown",)
+        return ()
+
+    def configure(self, problem: Problem, caps: Capabilities) -> tuple[DeviceConfig, tuple[str, ...]]:
+        return DeviceConfig(source="eager torch, nothing to tune"), ()
+
+    def forward(self, lookup: Lookup) -> torch.Tensor:
+        spec = lookup.spec
+        none = spec.pooling == "none"
+        height = lookup.indices.numel() if none else lookup.batch
+        out = torch.empty(height, spec.output_width, dtype=spec.output_dtype, device=lookup.weights.device)
+        bad = 0
+        for part in group_lookups(lookup):
+            bad += part.bad
+            pooled = _gather(part, lookup) if none else _pool(part, lookup)
+            part.scatter_columns(out, pooled)
+        if lookup.bad is not None:
+            lookup.bad[BAD_LOOKUPS] += bad
+        return out
+
+    def backward_update(self, lookup: Lookup, grad: torch.Tensor, training: Training) -> None:
+        optimizer = lookup.spec.optimizer
+        hyper = Hyper(tuple(training.hyper.unbind()), optimizer.HYPER)
+        for part in group_lookups(lookup):
+            keys, order = part.rows.sort(stable=True)
+            touched, lengths = keys.unique_consecutive(return_counts=True)
+            if not touched.numel():
+                continue
+            ends = F.pad(lengths.cumsum(0), (1, 0))
+            scale = part.scale(lookup)
+            sums = F.embedding_bag(
+                part.bags[order],
+                part.gather_columns(grad),
+                ends,
+                mode="sum",
+                include_last_offset=True,
+                per_sample_weights=None if scale is None else scale[order],
+            )
+            table = part.table(lookup.weights)
+            views = {
+                spec.name: part.row_state(state) if spec.kind == "row" else part.table(state)
+                for spec, state in zip(optimizer.STATE, training.states, strict=True)
+            }
+            state = {name: view[touched] for name, view in views.items()}
+            stepped = optimizer.step_rows(table[touched].float(), sums, state, hyper)
+            table[touched] = stepped.to(table.dtype)
+            for name, view in views.items():
+                view[touched] = state[name]
+
+    def per_sample_weight_grad(self, lookup: Lookup, grad: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(lookup.indices.numel(), dtype=torch.float32, device=grad.device)
+        for part in group_lookups(lookup):
+            table, bag_grads = part.table(lookup.weights), part.gather_columns(grad)
+            inverse = part.inverse_lengths() if lookup.spec.pooling == "mean" else None
+            for at in range(0, part.rows.numel(), step := max(1, CHUNK_ELEMENTS // part.dim)):
+                piece = slice(at, at + step)
+                bags = part.bags[piece]
+                dots = (table[part.rows[piece]].float() * bag_grads[bags]).sum(dim=1)
+                out[part.positions[piece]] = dots if inverse is None else dots * inverse[bags]
+        return out
+
+
+def _gather(part: GroupLookup, lookup: Lookup) -> torch.Tensor:
+    """Pooling none: ``[N, D]``, zero where the id contributes nothing."""
+    out = torch.zeros(lookup.indices.numel(), part.dim, dtype=lookup.spec.output_dtype)
+    out[part.positions] = part.table(lookup.weights)[part.rows].to(out.dtype)
+    return out
+
+
+def _pool(part: GroupLookup, lookup: Lookup) -> torch.Tensor:
+    """``[T_g * B, D]`` fp32: pooled bags of one group of features."""
+    table, scale = part.table(lookup.weights), part.scale(lookup)
+    ends = F.pad(torch.bincount(part.bags, minlength=part.bag_count).cumsum(0), (1, 0))
+    if table.dtype == torch.float32:
+        return F.embedding_bag(
+            part.rows, table, ends, mode="sum", include_last_offset=True, per_sample_weights=scale
+        )
+    # embedding_bag rounds its sum to the table's dtype: widen the rows first, a bounded piece at a time.
+    out = torch.zeros(part.bag_count, part.dim, dtype=torch.float32)
+    for at in range(0, part.rows.numel(), step := max(1, CHUNK_ELEMENTS // part.dim)):
+        piece = slice(at, at + step)
+        rows = table[part.rows[piece]].float()
+        if scale is not None:
+            rows *= scale[piece, None]
+        out.index_add_(0, part.bags[piece], rows)
+    return out

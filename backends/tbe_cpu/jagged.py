@@ -1,0 +1,121 @@
+"""A call's lookups, split by dim: which row each valid lookup reads and which bag it feeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from tbe_core import Group, Layout, Lookup
+
+
+@dataclass(frozen=True)
+class GroupLookup:
+    """The lookups of the features of one dim. n valid lookups, T_g features, B bags a feature."""
+
+    group: Group
+    features: tuple[int, ...]
+    columns: tuple[int, ...]
+    batch: int
+    pooled: bool
+    positions: torch.Tensor
+    """``[n]`` place of each valid lookup in ``indices``, ascending."""
+    rows: torch.Tensor
+    """``[n]`` row within the group's storage."""
+    bags: torch.Tensor
+    """``[n]`` bag among the group's T_g * B; the lookup's own position with pooling none."""
+    lengths: torch.Tensor
+    """``[T_g * B]`` bag lengths, ids that contribute nothing included."""
+    bad: int
+
+    @property
+    def dim(self) -> int:
+        return self.group.dim
+
+    @property
+    def bag_count(self) -> int:
+        return len(self.features) * self.batch
+
+    def table(self, flat: torch.Tensor) -> torch.Tensor:
+        """``[rows, D]`` view of the group in flat storage."""
+        base, rows = self.group.element_base, self.group.rows
+        return flat[base : base + rows * self.dim].view(rows, self.dim)
+
+    def row_state(self, state: torch.Tensor) -> torch.Tensor:
+        """``[rows]`` view of the group in a per-row state."""
+        return state[self.group.row_base : self.group.row_base + self.group.rows]
+
+    def inverse_lengths(self) -> torch.Tensor:
+        return self.lengths.clamp(min=1).float().reciprocal()
+
+    def scale(self, lookup: Lookup) -> torch.Tensor | None:
+        """``[n]`` fp32 factor of each lookup, or None when every factor is 1."""
+        scale = None
+        if lookup.per_sample_weights is not None:
+            scale = lookup.per_sample_weights[self.positions].float()
+        if lookup.spec.pooling == "mean":
+            inverse = self.inverse_lengths()[self.bags]
+            scale = inverse if scale is None else scale * inverse
+        return scale
+
+    def scatter_columns(self, out: torch.Tensor, pooled: torch.Tensor) -> None:
+        """Write ``[T_g * B, D]`` into the features' columns of ``[B, sum D]``."""
+        if not self.pooled:
+            out.copy_(pooled)
+            return
+        parts = pooled.view(len(self.features), self.batch, self.dim)
+        for part, column in zip(parts, self.columns, strict=True):
+            out[:, column : column + self.dim] = part
+
+    def gather_columns(self, grad: torch.Tensor) -> torch.Tensor:
+        """``[T_g * B, D]`` fp32 from the features' columns of ``[B, sum D]``."""
+        if not self.pooled:
+            return grad.float().contiguous()
+        parts = [grad[:, c : c + self.dim] for c in self.columns]
+        return torch.stack(parts).view(self.bag_count, self.dim).float()
+
+
+@lru_cache(maxsize=64)
+def _features_by_group(layout: Layout) -> tuple[tuple[Group, tuple[int, ...]], ...]:
+    by_group = []
+    for group in layout.groups:
+        features = tuple(f for f, dim in enumerate(layout.feature_dims) if dim == group.dim)
+        if features:
+            by_group.append((group, features))
+    return tuple(by_group)
+
+
+def group_lookups(lookup: Lookup) -> Iterator[GroupLookup]:
+    """One ``GroupLookup`` a dim, ascending."""
+    layout, batch = lookup.spec.layout, lookup.batch
+    indices, lengths = lookup.indices.long(), lookup.offsets.long().diff()
+    bags = torch.repeat_interleave(lengths)
+    features_of = bags // max(batch, 1)
+    tables = torch.tensor(layout.feature_table_map)
+    table_rows = torch.tensor([t.rows for t in layout.tables])
+    limits = table_rows[tables][features_of]
+    indices = indices[: bags.numel()]
+    valid = (indices >= 0) & (indices < limits)
+    bad = ~valid & (indices != -1)
+    for group, features in _features_by_group(layout):
+        # Number of each feature within its group; -1 for features of other groups.
+        place = torch.full((layout.features,), -1)
+        place[list(features)] = torch.arange(len(features))
+        base = torch.tensor([layout.row_bases[t] - group.row_base for t in layout.feature_table_map])
+        inside = place[features_of] >= 0
+        positions = (valid & inside).nonzero().squeeze(1)
+        feature = features_of[positions]
+        pooled = lookup.spec.pooling != "none"
+        yield GroupLookup(
+            group=group,
+            features=features,
+            columns=tuple(layout.feature_columns[f] for f in features),
+            batch=batch,
+            pooled=pooled,
+            positions=positions,
+            rows=indices[positions] + base[feature],
+            bags=place[feature] * batch + bags[positions] % max(batch, 1) if pooled else positions,
+            lengths=lengths.view(layout.features, batch)[list(features)].flatten(),
+            bad=int((bad & inside).sum()),
+        )
