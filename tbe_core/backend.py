@@ -30,8 +30,6 @@ class Lookup:
     """``[T * B + 1]`` int32 or int64, feature-major."""
     per_sample_weights: torch.Tensor | None
     """``[N]`` or None."""
-    bad: torch.Tensor | None = None
-    """int64 ``[2]``: counters of bad lookups and bad offsets, to be added to; None: do not count."""
 
     @property
     def batch(self) -> int:
@@ -71,6 +69,9 @@ class Backend(Protocol):
 
     def configure(self, problem: Problem, caps: Capabilities) -> tuple[DeviceConfig, tuple[str, ...]]:
         """The device's thresholds, and notes for the plan (which sort, which tiers, and why)."""
+
+    def count_bad(self, lookup: Lookup, bad: torch.Tensor) -> None:
+        """Add to int64 ``bad[2]`` the ids outside [-1, rows) and the offsets out of order or range."""
 
     def forward(self, lookup: Lookup) -> torch.Tensor:
         """``[B, sum of feature dims]`` (``[N, D]`` with pooling none) in the output dtype."""

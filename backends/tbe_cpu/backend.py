@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from tbe_core import BAD_LOOKUPS, Capabilities, DeviceConfig, Lookup, Problem, Training
+from tbe_core import BAD_LOOKUPS, BAD_OFFSETS, Capabilities, DeviceConfig, Lookup, Problem, Training
 from tbe_core.optimizers import REGISTRY, Hyper
 
-from .jagged import GroupLookup, group_lookups
+from .jagged import GroupLookup, bad_ids, group_lookups
 
 CHUNK_ELEMENTS = 1 << 24
 """Elements of gathered rows held at once: 64 MiB in fp32, whatever the batch."""
@@ -34,18 +34,24 @@ class CpuBackend:
     def configure(self, problem: Problem, caps: Capabilities) -> tuple[DeviceConfig, tuple[str, ...]]:
         return DeviceConfig(source="eager torch, nothing to tune"), ()
 
+    def count_bad(self, lookup: Lookup, bad: torch.Tensor) -> None:
+        indices, offsets = lookup.indices, lookup.offsets
+        n = indices.numel()
+        wrong = (offsets < 0) | (offsets > n)
+        wrong[0], wrong[-1] = offsets[0] != 0, offsets[-1] != n
+        wrong[1:] |= offsets[1:] < offsets[:-1]
+        bad[BAD_OFFSETS] += wrong.sum()
+        if not wrong.any():
+            bad[BAD_LOOKUPS] += bad_ids(lookup).sum()
+
     def forward(self, lookup: Lookup) -> torch.Tensor:
         spec = lookup.spec
         none = spec.pooling == "none"
         height = lookup.indices.numel() if none else lookup.batch
         out = torch.empty(height, spec.output_width, dtype=spec.output_dtype, device=lookup.weights.device)
-        bad = 0
         for part in group_lookups(lookup):
-            bad += part.bad
             pooled = _gather(part, lookup) if none else _pool(part, lookup)
             part.scatter_columns(out, pooled)
-        if lookup.bad is not None:
-            lookup.bad[BAD_LOOKUPS] += bad
         return out
 
     def backward_update(self, lookup: Lookup, grad: torch.Tensor, training: Training) -> None:

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 from tbe_core import Group, Layout, Lookup
+from tbe_core.types import PRUNED_ID
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,6 @@ class GroupLookup:
     """``[n]`` bag among the group's T_g * B; the lookup's own position with pooling none."""
     lengths: torch.Tensor
     """``[T_g * B]`` bag lengths, ids that contribute nothing included."""
-    bad: int
 
     @property
     def dim(self) -> int:
@@ -86,18 +86,29 @@ def _features_by_group(layout: Layout) -> tuple[tuple[Group, tuple[int, ...]], .
     return tuple(by_group)
 
 
+def _limits(lookup: Lookup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per lookup: its bag, its feature and its table's number of rows, ``[N]`` each."""
+    layout = lookup.spec.layout
+    bags = torch.repeat_interleave(lookup.offsets.long().diff())
+    features = bags // max(lookup.batch, 1)
+    rows = torch.tensor([layout.feature_table(f).rows for f in range(layout.features)])
+    return bags, features, rows[features]
+
+
+def bad_ids(lookup: Lookup) -> torch.Tensor:
+    """``[N]`` bool: ids outside [-1, rows of their table)."""
+    _, _, limits = _limits(lookup)
+    indices = lookup.indices[: limits.numel()]
+    return (indices < PRUNED_ID) | (indices >= limits)
+
+
 def group_lookups(lookup: Lookup) -> Iterator[GroupLookup]:
     """One ``GroupLookup`` a dim, ascending."""
     layout, batch = lookup.spec.layout, lookup.batch
-    indices, lengths = lookup.indices.long(), lookup.offsets.long().diff()
-    bags = torch.repeat_interleave(lengths)
-    features_of = bags // max(batch, 1)
-    tables = torch.tensor(layout.feature_table_map)
-    table_rows = torch.tensor([t.rows for t in layout.tables])
-    limits = table_rows[tables][features_of]
-    indices = indices[: bags.numel()]
+    lengths = lookup.offsets.long().diff()
+    bags, features_of, limits = _limits(lookup)
+    indices = lookup.indices[: bags.numel()].long()
     valid = (indices >= 0) & (indices < limits)
-    bad = ~valid & (indices != -1)
     for group, features in _features_by_group(layout):
         # Number of each feature within its group; -1 for features of other groups.
         place = torch.full((layout.features,), -1)
@@ -117,5 +128,4 @@ def group_lookups(lookup: Lookup) -> Iterator[GroupLookup]:
             rows=indices[positions] + base[feature],
             bags=place[feature] * batch + bags[positions] % max(batch, 1) if pooled else positions,
             lengths=lengths.view(layout.features, batch)[list(features)].flatten(),
-            bad=int((bad & inside).sum()),
         )

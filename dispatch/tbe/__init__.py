@@ -1,0 +1,27 @@
+"""Portable table-batched embeddings: lookup, pooling and a fused exact optimizer behind one contract."""
+
+from tbe_core import SGD, BackendError, Capabilities, Optimizer, Plan, RowwiseAdagrad, Table
+
+from .bounds import BadLookupWarning
+from .module import TableBatchedEmbeddingBags, plan
+from .policy import BackendStatus, backends, use_backend
+from .probe import capabilities
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SGD",
+    "BackendError",
+    "BackendStatus",
+    "BadLookupWarning",
+    "Capabilities",
+    "Optimizer",
+    "Plan",
+    "RowwiseAdagrad",
+    "Table",
+    "TableBatchedEmbeddingBags",
+    "backends",
+    "capabilities",
+    "plan",
+    "use_backend",
+]

@@ -1,0 +1,62 @@
+"""Reports of bad ids that cost no synchronisation: counted on the device, read when the copy has arrived."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from tbe_core import BAD_LOOKUPS, BAD_OFFSETS
+
+
+class BadLookupWarning(UserWarning):
+    """Ids outside their table were looked up; they contributed nothing and trained nothing."""
+
+
+class BadLookups:
+    """The counters of one module in ``warn`` mode, and what of them has been reported."""
+
+    def __init__(self) -> None:
+        self._host: torch.Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+        self._reported = 0
+
+    def poll(self, bad: torch.Tensor) -> None:
+        """Report what has arrived, and send for what is new. Never waits; does nothing while capturing."""
+        if bad.device.type != "cuda":
+            self._report(bad, bad)
+            return
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if self._event is not None:
+            if not self._event.query():
+                return
+            self._event = None
+            if self._host is not None:
+                self._report(self._host, bad)
+        if self._host is None:
+            self._host = torch.empty_like(bad, device="cpu", pin_memory=True)
+        self._host.copy_(bad, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def flush(self, bad: torch.Tensor) -> None:
+        """Report everything counted so far; waits for the device."""
+        self._event = None
+        self._report(bad.cpu(), bad)
+
+    def _report(self, counts: torch.Tensor, bad: torch.Tensor) -> None:
+        lookups, offsets = int(counts[BAD_LOOKUPS]), int(counts[BAD_OFFSETS])
+        if offsets:
+            bad[BAD_OFFSETS].zero_()
+            raise ValueError(
+                f"offsets: {offsets} values out of order or range in an earlier call, read as empty bags; "
+                "expected offsets that start at 0, never decrease and end at the length of indices"
+            )
+        if lookups > self._reported:
+            new, self._reported = lookups - self._reported, lookups
+            warnings.warn(
+                f"{new} ids outside their table were looked up ({lookups} so far); they contributed nothing "
+                "and trained nothing. bounds_check='error' names the first one",
+                BadLookupWarning,
+                stacklevel=4,
+            )

@@ -1,0 +1,19 @@
+"""``tbe``: the command line's root. Commands import what they need when they run."""
+
+from __future__ import annotations
+
+import typer
+
+from .bench import bench_app
+from .compile import compile_kernels
+from .doctor import doctor
+from .train import train
+
+app = typer.Typer(help="Portable table-batched embeddings.", no_args_is_help=True, add_completion=False)
+app.command("doctor")(doctor)
+app.command("train")(train)
+app.command("compile")(compile_kernels)
+app.add_typer(bench_app, name="bench")
+
+if __name__ == "__main__":
+    app()

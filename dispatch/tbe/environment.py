@@ -1,0 +1,28 @@
+"""Every environment variable that is read, and the one place that reads them. docs/environment.md is the page."""
+
+from __future__ import annotations
+
+import os
+
+VARIABLES: dict[str, str] = {
+    "TBE_BACKEND": "Name of the backend to use; refused with reasons where it cannot serve.",
+    "TBE_DISABLE": "Comma-separated names of backends that are never chosen.",
+    "TBE_LOG": "1: log every plan once, to the logger 'tbe' at level INFO.",
+    "TRITON_INTERPRET": "Triton's own: 1 runs its kernels in the interpreter, on CPU tensors, slowly.",
+}
+
+
+def backend() -> str | None:
+    return os.environ.get("TBE_BACKEND", "").strip() or None
+
+
+def disabled() -> frozenset[str]:
+    return frozenset(n.strip() for n in os.environ.get("TBE_DISABLE", "").split(",") if n.strip())
+
+
+def log() -> bool:
+    return os.environ.get("TBE_LOG", "0") not in ("", "0")
+
+
+def triton_interpret() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"

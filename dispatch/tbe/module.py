@@ -1,0 +1,249 @@
+"""The front door: an nn.Module over the operator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tbe_core import Layout, Optimizer, Plan, Spec, Table
+from tbe_core.dtypes import STATE_DTYPE
+from tbe_core.types import BoundsCheck, Pooling
+from tbe_core.validate import check_inputs
+from torch import nn
+
+from . import ops, policy
+from .bounds import BadLookups
+
+
+class TableBatchedEmbeddingBags(nn.Module):
+    """Looks up and pools the ids of every feature at once; the backward steps the tables in place.
+
+    T features over the tables, B bags a feature, N ids in all.
+
+    Args:
+        tables: the tables, with distinct names.
+        feature_table_map: T table numbers, one a feature; features may share a table. Default: one feature a
+            table, in order.
+        pooling: ``"sum"``, ``"mean"`` (over the bag's length) or ``"none"`` (one row an id; one dim for all).
+        optimizer: the fused optimizer, e.g. ``RowwiseAdagrad(lr=0.05)``.
+        weights_dtype: float32, float16 or bfloat16.
+        output_dtype: float32, float16 or bfloat16; sums accumulate in fp32 and round once.
+        bounds_check: ``"error"`` raises before anything is written (synchronises a GPU); ``"warn"`` counts bad
+            ids, which contribute and train nothing, and warns when that costs no wait; ``"ignore"`` is silent;
+            ``"none"`` leaves bad input undefined.
+        backend: a backend's name; refused with reasons where it cannot serve. Default: the best that can.
+        device: where the tables live.
+        deterministic: bitwise repeatable on one device. False allows an unfixed order of additions.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, its value and what was expected.
+        BackendError: no backend, or not the one asked for, serves this problem; with every reason.
+
+    Rows start at normal(0, 0.01); write others through ``split_embedding_weights`` under ``no_grad``.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        feature_table_map: Sequence[int] | None = None,
+        pooling: Pooling = "sum",
+        *,
+        optimizer: Optimizer,
+        weights_dtype: torch.dtype = torch.float32,
+        output_dtype: torch.dtype = torch.float32,
+        bounds_check: BoundsCheck = "warn",
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        deterministic: bool = True,
+    ) -> None:
+        super().__init__()
+        layout = Layout.make(tables, feature_table_map)
+        self.spec = Spec(
+            layout, optimizer, pooling, weights_dtype, output_dtype, bounds_check, bool(deterministic)
+        )
+        self.requested_backend = backend
+        where = torch.device(torch.get_default_device() if device is None else device)
+        if where.type == "cuda" and where.index is None:
+            where = torch.device("cuda", torch.cuda.current_device())
+        policy.plan_for(self.spec.problem(), where, policy.request(backend))
+        self._handle = ops.register(self.spec)
+        self._bad_lookups = BadLookups()
+        weights = torch.empty(layout.total_elements, dtype=weights_dtype, device=where).normal_(0, 0.01)
+        self.weights = nn.Parameter(weights, requires_grad=False)
+        # The hook makes autograd call the backward: the tables themselves ask for no gradient.
+        self.hook = nn.Parameter(torch.empty(0, device=where))
+        for state in optimizer.STATE:
+            length = layout.total_rows if state.kind == "row" else layout.total_elements
+            self.register_buffer(f"state_{state.name}", torch.zeros(length, dtype=STATE_DTYPE, device=where))
+        self.hyper: torch.Tensor
+        self.register_buffer("hyper", torch.tensor(optimizer.hyper_values(), device=where))
+        self.bad: torch.Tensor
+        self.register_buffer("bad", torch.zeros(2, dtype=torch.int64, device=where), persistent=False)
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        """The flat optimizer states, in the order of the optimizer's ``STATE``."""
+        return [self.get_buffer(f"state_{s.name}") for s in self.spec.optimizer.STATE]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for int64 ids, unweighted: the backend, its configuration and who was passed over."""
+        return policy.plan_for(
+            self.spec.problem(), self.weights.device, policy.request(self.requested_backend)
+        )
+
+    def forward(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Look up and pool.
+
+        Args:
+            indices: ``[N]`` int32 or int64; -1 is a pruned id and is skipped.
+            offsets: ``[T*B+1]`` int32 or int64, feature-major: bag (t, b) is
+                ``indices[offsets[t*B+b] : offsets[t*B+b+1]]``.
+            per_sample_weights: ``[N]`` factors, multiplied in fp32; differentiable.
+
+        Returns:
+            ``[B, sum of feature dims]``, feature t at its running column; ``[N, D]`` with pooling none.
+
+        Raises:
+            ValueError: an input is wrong; nothing has been changed.
+        """
+        if not torch.compiler.is_compiling():
+            check_inputs(self.spec, self.weights.device, indices, offsets, per_sample_weights)
+        asked = policy.request(self.requested_backend)
+        self._check(indices, offsets, asked)
+        out: torch.Tensor = torch.ops.tbe.lookup(
+            self.weights, self.states, self.hyper, self.hook, indices, offsets, per_sample_weights,
+            self._handle, asked,
+        )  # fmt: skip
+        return out
+
+    def _check(self, indices: torch.Tensor, offsets: torch.Tensor, asked: str) -> None:
+        mode = self.spec.bounds_check
+        # On a GPU the kernels skip bad ids by themselves: "ignore" needs no launch for it.
+        if mode == "none" or (mode == "ignore" and self.weights.device.type != "cpu"):
+            return
+        torch.ops.tbe.check(self.weights, indices, offsets, self.bad, self._handle, asked)
+        if mode == "warn" and not torch.compiler.is_compiling():
+            self._bad_lookups.poll(self.bad)
+
+    def flush(self) -> None:
+        """Wait for the device and report every bad id and offset counted so far."""
+        self._bad_lookups.flush(self.bad)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Change the learning rate; captured graphs and compiled models see it at their next step."""
+        value = float(lr)
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(f"lr={lr!r}: expected a finite number >= 0")
+        self.hyper[0].fill_(value)
+
+    def split_embedding_weights(self) -> list[torch.Tensor]:
+        """The tables, ``[rows, dim]`` views in table order."""
+        return self._split(self.weights.detach())
+
+    def split_optimizer_states(self) -> list[dict[str, torch.Tensor]]:
+        """Per table: state name to a view, ``[rows]`` or ``[rows, dim]`` fp32."""
+        split: list[dict[str, torch.Tensor]] = [{} for _ in self.spec.layout.tables]
+        for spec, state in zip(self.spec.optimizer.STATE, self.states, strict=True):
+            views = self._split(state) if spec.kind == "element" else self._split_rows(state)
+            for into, view in zip(split, views, strict=True):
+                into[spec.name] = view
+        return split
+
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        layout = self.spec.layout
+        return [
+            flat[base : base + t.rows * t.dim].view(t.rows, t.dim)
+            for t, base in zip(layout.tables, layout.element_bases, strict=True)
+        ]
+
+    def _split_rows(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        layout = self.spec.layout
+        return [flat[b : b + t.rows] for t, b in zip(layout.tables, layout.row_bases, strict=True)]
+
+    def _named_views(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds: ``<table>.weight``, ``<table>.<state>`` and ``hyper``."""
+        views = {"hyper": self.hyper}
+        weights, states = self.split_embedding_weights(), self.split_optimizer_states()
+        for table, weight, state in zip(self.spec.layout.tables, weights, states, strict=True):
+            views[f"{table.name}.weight"] = weight
+            views.update({f"{table.name}.{name}": view for name, view in state.items()})
+        return views
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name, view in self._named_views().items():
+            destination[prefix + name] = view
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        views, copies = self._named_views(), []
+        errors = []
+        for name, view in views.items():
+            value = state_dict.get(prefix + name)
+            if value is None:
+                missing_keys.append(prefix + name)
+            elif tuple(value.shape) != tuple(view.shape) or value.dtype != view.dtype:
+                errors.append(
+                    f"{prefix}{name} is {list(value.shape)} {value.dtype}: expected {list(view.shape)} "
+                    f"{view.dtype}"
+                )
+            else:
+                copies.append((view, value))
+        unexpected_keys += [
+            k for k in state_dict if k.startswith(prefix) and k.removeprefix(prefix) not in views
+        ]
+        error_msgs += errors
+        if errors or (strict and (missing_keys or unexpected_keys)):
+            return
+        with torch.no_grad():
+            for view, value in copies:
+                view.copy_(value)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> TableBatchedEmbeddingBags:
+        probe = fn(torch.empty(0, dtype=self.spec.weights_dtype, device=self.weights.device))
+        if probe.dtype != self.spec.weights_dtype:
+            raise ValueError(
+                f"cannot convert tables of {self.spec.weights_dtype} to {probe.dtype}: weights_dtype and "
+                "output_dtype are set when the module is made; .to(device) moves it"
+            )
+        policy.plan_for(self.spec.problem(), probe.device, policy.request(self.requested_backend))
+        super()._apply(fn, recurse)
+        for state in (*self.states, self.hyper):
+            if state.dtype != STATE_DTYPE:
+                raise ValueError(f"optimizer state became {state.dtype}: expected {STATE_DTYPE}")
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._handle = ops.register(self.spec)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What has been reported is this process's affair; pinned memory and events do not travel.
+        return {**self.__dict__, "_bad_lookups": BadLookups()}
+
+    def extra_repr(self) -> str:
+        layout, spec = self.spec.layout, self.spec
+        return (
+            f"{len(layout.tables)} tables, {layout.features} features, {layout.total_rows} rows, "
+            f"D={','.join(map(str, layout.dims))}, pooling={spec.pooling}, {spec.optimizer}"
+        )
+
+
+def plan(emb: TableBatchedEmbeddingBags) -> Plan:
+    """The plan of a module: which backend serves it and why the others do not."""
+    return emb.plan

@@ -1,0 +1,180 @@
+"""``torch.ops.tbe``: schemas, fake kernels and autograd of the operator.
+
+The lookup is functional; its backward calls an update whose schema declares the tensors that it changes, so
+that torch.compile sees the mutation. Tables are tensors without gradient; a zero-size hook that requires grad
+makes autograd call the backward. ``spec`` is the handle of a ``Spec``, entered by ``register``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tbe_core import Lookup, Spec, Training
+from tbe_core.validate import check_index_values, check_offset_values
+
+from . import policy
+
+_library = torch.library.Library("tbe", "DEF")
+_library.define(
+    "lookup(Tensor weights, Tensor[] states, Tensor hyper, Tensor hook, Tensor indices, Tensor offsets, "
+    "Tensor? per_sample_weights, int spec, str backend) -> Tensor"
+)
+_library.define(
+    "backward_update(Tensor grad, Tensor(a!) weights, Tensor(b!)[] states, Tensor hyper, Tensor indices, "
+    "Tensor offsets, Tensor? per_sample_weights, int spec, str backend) -> ()"
+)
+_library.define(
+    "per_sample_weight_grad(Tensor grad, Tensor weights, Tensor indices, Tensor offsets, "
+    "Tensor per_sample_weights, int spec, str backend) -> Tensor"
+)
+_library.define(
+    "check(Tensor weights, Tensor indices, Tensor offsets, Tensor(a!) bad, int spec, str backend) -> ()"
+)
+
+_specs: dict[int, Spec] = {}
+
+
+def register(spec: Spec) -> int:
+    """Enter a spec; returns the handle that the operators take, the same in every process."""
+    _specs[spec.handle] = spec
+    return spec.handle
+
+
+def _lookup_of(
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    spec: int,
+    asked: str,
+) -> tuple[Any, Lookup]:
+    known = _specs[spec]
+    backend, plan = policy.backend_for(
+        known, weights.device, indices.dtype, offsets.dtype, per_sample_weights is not None, asked
+    )
+    return backend, Lookup(known, plan, weights, indices, offsets, per_sample_weights)
+
+
+def _lookup(
+    weights: torch.Tensor,
+    states: list[torch.Tensor],
+    hyper: torch.Tensor,
+    hook: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    spec: int,
+    backend: str,
+) -> torch.Tensor:
+    chosen, lookup = _lookup_of(weights, indices, offsets, per_sample_weights, spec, backend)
+    out: torch.Tensor = chosen.forward(lookup)
+    return out
+
+
+def _lookup_fake(
+    weights: torch.Tensor,
+    states: list[torch.Tensor],
+    hyper: torch.Tensor,
+    hook: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    spec: int,
+    backend: str,
+) -> torch.Tensor:
+    known = _specs[spec]
+    batch = (offsets.shape[0] - 1) // known.layout.features
+    height = indices.shape[0] if known.pooling == "none" else batch
+    return weights.new_empty((height, known.output_width), dtype=known.output_dtype)
+
+
+def _backward_update(
+    grad: torch.Tensor,
+    weights: torch.Tensor,
+    states: list[torch.Tensor],
+    hyper: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    spec: int,
+    backend: str,
+) -> None:
+    # .data: a row step is no autograd event, and a module that is called twice before its backward must
+    # not find its own saved tables "modified in place".
+    chosen, lookup = _lookup_of(weights.data, indices, offsets, per_sample_weights, spec, backend)
+    chosen.backward_update(lookup, grad, Training(tuple(s.data for s in states), hyper))
+
+
+def _per_sample_weight_grad(
+    grad: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor,
+    spec: int,
+    backend: str,
+) -> torch.Tensor:
+    chosen, lookup = _lookup_of(weights, indices, offsets, per_sample_weights, spec, backend)
+    found: torch.Tensor = chosen.per_sample_weight_grad(lookup, grad)
+    return found.to(per_sample_weights.dtype)
+
+
+def _check(
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    bad: torch.Tensor,
+    spec: int,
+    backend: str,
+) -> None:
+    mode = _specs[spec].bounds_check
+    if mode == "error" or indices.device.type == "cpu":
+        check_offset_values(_specs[spec], offsets, indices.numel())
+    if mode == "error":
+        check_index_values(_specs[spec], indices, offsets)
+    elif mode == "warn":
+        chosen, lookup = _lookup_of(weights, indices, offsets, None, spec, backend)
+        chosen.count_bad(lookup, bad)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    weights, states, hyper, _, indices, offsets, per_sample_weights, spec, backend = inputs
+    ctx.save_for_backward(weights, hyper, indices, offsets, per_sample_weights, *states)
+    ctx.spec, ctx.backend, ctx.consumed = spec, backend, False
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    if ctx.consumed:
+        raise RuntimeError(
+            "a second backward through one lookup: its rows have been stepped already; call the module again"
+        )
+    weights, hyper, indices, offsets, per_sample_weights, *states = ctx.saved_tensors
+    weight_grad = None
+    if per_sample_weights is not None and ctx.needs_input_grad[6]:
+        weight_grad = torch.ops.tbe.per_sample_weight_grad(
+            grad, weights, indices, offsets, per_sample_weights, ctx.spec, ctx.backend
+        )
+    torch.ops.tbe.backward_update(
+        grad, weights, states, hyper, indices, offsets, per_sample_weights, ctx.spec, ctx.backend
+    )
+    ctx.consumed = True
+    hook = grad.new_empty(0, dtype=torch.float32)
+    return None, [None] * len(states), None, hook, None, None, weight_grad, None, None
+
+
+_library.impl("lookup", _lookup, "CompositeExplicitAutograd")
+_library.impl("backward_update", _backward_update, "CompositeExplicitAutograd")
+_library.impl("per_sample_weight_grad", _per_sample_weight_grad, "CompositeExplicitAutograd")
+_library.impl("check", _check, "CompositeExplicitAutograd")
+torch.library.register_fake("tbe::lookup", _lookup_fake, lib=_library)
+torch.library.register_fake("tbe::backward_update", lambda *args: None, lib=_library)
+torch.library.register_fake(
+    "tbe::per_sample_weight_grad",
+    lambda grad, weights, indices, offsets, per_sample_weights, spec, backend: torch.empty_like(
+        per_sample_weights
+    ),
+    lib=_library,
+)
+torch.library.register_fake("tbe::check", lambda *args: None, lib=_library)
+torch.library.register_autograd("tbe::lookup", _backward, setup_context=_setup, lib=_library)

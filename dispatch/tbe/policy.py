@@ -1,0 +1,111 @@
+"""Which backend the user asked for, and the plans that follow; kept, so that a call looks one up."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from tbe_core import Absent, Backend, BackendError, Capabilities, Plan, Policy, Problem, Spec, choose
+
+from . import environment, probe, registry
+
+logger = logging.getLogger("tbe")
+
+_context: list[str] = []
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Use backend ``name`` for lookups in this block, unless a module was made with its own ``backend=``.
+
+    Process-wide, so that autograd's threads see it. Raises ``BackendError`` for an unknown name.
+    """
+    if name not in registry.names():
+        raise BackendError(f"use_backend({name!r}): expected one of {', '.join(registry.names())}")
+    _context.append(name)
+    try:
+        yield
+    finally:
+        _context.pop()
+
+
+@torch.compiler.assume_constant_result
+def request(own: str | None) -> str:
+    """What is asked for now, as ``source|name``; ``""`` leaves the choice to the library.
+
+    Order: the module's ``backend=``, ``use_backend``, ``TBE_BACKEND``. A string, so that an operator's schema
+    can carry it from forward to backward.
+    """
+    if own is not None:
+        return f"backend=|{own}"
+    if _context:
+        return f"use_backend|{_context[-1]}"
+    asked = environment.backend()
+    return "" if asked is None else f"TBE_BACKEND=|{asked}"
+
+
+@lru_cache(maxsize=1024)
+def _plan(problem: Problem, caps: Capabilities, asked: str, disabled: frozenset[str]) -> Plan:
+    source, _, name = asked.partition("|")
+    policy = Policy(name or None, source, disabled)
+    plan = choose(problem, caps, registry.load_all(), policy)
+    logger.log(logging.INFO if environment.log() else logging.DEBUG, "%s", plan)
+    return plan
+
+
+def plan_for(problem: Problem, device: torch.device, asked: str) -> Plan:
+    """The plan for ``problem`` on ``device``; raises ``BackendError`` with every reason."""
+    return _plan(problem, probe.capabilities(device), asked, environment.disabled())
+
+
+_fast: dict[tuple[object, ...], tuple[Backend, Plan]] = {}
+
+
+def backend_for(
+    spec: Spec,
+    device: torch.device,
+    index_dtype: torch.dtype,
+    offset_dtype: torch.dtype,
+    weighted: bool,
+    asked: str,
+) -> tuple[Backend, Plan]:
+    """The backend and plan of a call. The host's time is spent here on every call: one dictionary lookup."""
+    disabled = environment.disabled()
+    interpret = environment.triton_interpret()
+    key = (spec.handle, device, index_dtype, offset_dtype, weighted, asked, disabled, interpret)
+    found = _fast.get(key)
+    if found is None:
+        plan = plan_for(spec.problem(index_dtype, offset_dtype, weighted), device, asked)
+        backend = registry.load(plan.backend)
+        if isinstance(backend, Absent):
+            raise BackendError(f"{plan.backend}: {backend.reason}")
+        found = _fast[key] = (backend, plan)
+    return found
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """A backend on one device."""
+
+    name: str
+    unavailable: str | None
+    """Why it cannot run there, or None."""
+    preference: int
+
+
+def backends(device: torch.device | str = "cpu") -> list[BackendStatus]:
+    """Every known backend and whether it can run on ``device``."""
+    caps = probe.capabilities(device)
+    found = []
+    for backend in registry.load_all():
+        if isinstance(backend, Absent):
+            found.append(BackendStatus(backend.name, backend.reason, -1))
+        elif backend.name in environment.disabled():
+            found.append(BackendStatus(backend.name, "disabled by TBE_DISABLE", -1))
+        else:
+            found.append(BackendStatus(backend.name, backend.unavailable(caps), backend.preference(caps)))
+    return found

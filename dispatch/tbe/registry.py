@@ -1,0 +1,55 @@
+"""Names of backends, and how to load one when it is first needed. Listing imports nothing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from functools import lru_cache
+
+from tbe_core import Absent, Backend
+
+IN_TREE: dict[str, str] = {
+    "tlx": "tbe_tlx",
+    "rocm": "tbe_rocm",
+    "triton": "tbe_triton",
+    "cpu": "tbe_cpu",
+}
+"""Name to import package; the package has the backend as ``backend``."""
+
+ENTRY_POINTS = "tbe.backends"
+"""Entry-point group for third parties: ``name = "package.module:object"``."""
+
+
+def names() -> list[str]:
+    """Every known backend, in-tree first."""
+    return [*IN_TREE, *(n for n in _third_party() if n not in IN_TREE)]
+
+
+@lru_cache(maxsize=1)
+def _third_party() -> dict[str, importlib.metadata.EntryPoint]:
+    return {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+
+
+@lru_cache(maxsize=32)
+def load(name: str) -> Backend | Absent:
+    """The backend ``name``, or why it cannot be loaded."""
+    if name in IN_TREE:
+        package = IN_TREE[name]
+        if importlib.util.find_spec(package) is None:
+            return Absent(name, f"package {package} is not part of this installation")
+        found = importlib.import_module(package).backend
+    elif name in _third_party():
+        try:
+            found = _third_party()[name].load()
+        except ImportError as error:
+            return Absent(name, f"its entry point cannot be imported: {error}")
+    else:
+        return Absent(name, f"unknown, expected one of {', '.join(names())}")
+    if not isinstance(found, Backend) or found.name != name:
+        return Absent(name, f"{found!r} is not a backend of that name")
+    return found
+
+
+def load_all() -> list[Backend | Absent]:
+    return [load(name) for name in names()]
