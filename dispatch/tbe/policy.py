@@ -33,7 +33,6 @@ def use_backend(name: str) -> Iterator[None]:
         _context.pop()
 
 
-@torch.compiler.assume_constant_result
 def request(own: str | None) -> str:
     """What is asked for now, as ``source|name``; ``""`` leaves the choice to the library.
 
@@ -46,6 +45,10 @@ def request(own: str | None) -> str:
         return f"use_backend|{_context[-1]}"
     asked = environment.backend()
     return "" if asked is None else f"TBE_BACKEND=|{asked}"
+
+
+# What torch.compiler.assume_constant_result does, without its import of all of dynamo (and Triton).
+request.__dict__["_dynamo_marked_constant"] = True
 
 
 @lru_cache(maxsize=1024)

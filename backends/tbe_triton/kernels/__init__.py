@@ -1,0 +1,1 @@
+"""The portable kernels. Importing this package imports Triton."""

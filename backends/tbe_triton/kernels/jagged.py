@@ -1,0 +1,137 @@
+"""From positions in ``indices`` to keys and values for the sort; and the check of ids and offsets.
+
+N lookups, T features, B bags a feature. ``features_ptr`` is int64 ``[T, 3]``: rows, first row among all rows,
+first column in value units.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def bags_of(offsets_ptr, positions, first_position, last_position, bags, top_step):
+    """The bag of every position: the largest bag whose offset is <= the position, in [0, bags].
+
+    Two scalar searches bound the window of the whole block; the per-lane search runs inside it, in L1.
+    ``top_step`` is the largest power of two <= max(bags, 1).
+    """
+    first = tl.zeros([], dtype=tl.int32)
+    last = tl.zeros([], dtype=tl.int32)
+    step = top_step
+    while step > 0:
+        a = tl.minimum(first + step, bags)
+        b = tl.minimum(last + step, bags)
+        first = tl.where(tl.load(offsets_ptr + a) <= first_position, a, first)
+        last = tl.where(tl.load(offsets_ptr + b) <= last_position, b, last)
+        step = step // 2
+    found = tl.zeros_like(positions).to(tl.int32) + first
+    span = last - first
+    step = top_step
+    while step > span:
+        step = step // 2
+    while step > 0:
+        candidate = tl.minimum(found + step, last)
+        found = tl.where(tl.load(offsets_ptr + candidate) <= positions, candidate, found)
+        step = step // 2
+    return found
+
+
+@triton.jit
+def tbe_linearise_kernel(
+    keys_ptr,
+    values_ptr,
+    counters_ptr,
+    indices_ptr,
+    offsets_ptr,
+    sample_weights_ptr,
+    features_ptr,
+    lookups,
+    bags,
+    batch,
+    top_step,
+    row_units,
+    total_rows,
+    counters,
+    WEIGHTED: tl.constexpr,
+    MEAN: tl.constexpr,
+    POOLED: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid: blocks of CHUNK lookups. Writes key = row among all rows (``total_rows`` where the id contributes
+    nothing) and value = place of the bag's gradient in units, with the fp32 factor in the low half of an
+    int64 when the lookup is weighted or a mean. Also clears the update's counters."""
+    pid = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    clear = pid * CHUNK + lane
+    tl.store(counters_ptr + clear, tl.zeros([CHUNK], tl.int32), mask=clear < counters)
+    first = pid.to(tl.int64) * CHUNK if WIDE else pid * CHUNK
+    if first < lookups:
+        positions = first + lane
+        mask = positions < lookups
+        last = tl.minimum(first + CHUNK, lookups) - 1
+        bag = bags_of(offsets_ptr, positions, first, last, bags, top_step)
+        inside = mask & (bag < bags)
+        feature = bag // batch
+        meta = features_ptr + feature * 3
+        rows = tl.load(meta, mask=inside, other=0)
+        base = tl.load(meta + 1, mask=inside, other=0)
+        column = tl.load(meta + 2, mask=inside, other=0)
+        ids = tl.load(indices_ptr + positions, mask=inside, other=-1).to(tl.int64)
+        valid = (ids >= 0) & (ids < rows)
+        key = tl.where(valid, base + ids, total_rows)
+        tl.store(keys_ptr + positions, key.to(keys_ptr.dtype.element_ty), mask=mask)
+        if POOLED:
+            value = (bag - feature * batch).to(tl.int64) * row_units + column
+        else:
+            value = positions.to(tl.int64)
+        if WEIGHTED or MEAN:
+            factor = tl.full([CHUNK], 1.0, tl.float32)
+            if WEIGHTED:
+                factor = tl.load(sample_weights_ptr + positions, mask=inside, other=0).to(tl.float32)
+            if MEAN:
+                start = tl.load(offsets_ptr + bag, mask=inside, other=0)
+                end = tl.load(offsets_ptr + bag + 1, mask=inside, other=1)
+                factor = factor / tl.maximum(end - start, 1).to(tl.float32)
+            bits = factor.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+            value = (value << 32) | bits
+        tl.store(values_ptr + positions, value.to(values_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def tbe_check_kernel(
+    bad_ptr,
+    indices_ptr,
+    offsets_ptr,
+    features_ptr,
+    lookups,
+    bags,
+    batch,
+    top_step,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid: blocks of CHUNK over max(lookups, bags + 1). Adds to int64 ``bad[2]``: ids outside [-1, rows), and
+    offsets out of order or range. Integer atomics: the order cannot show in the result."""
+    pid = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    first = pid.to(tl.int64) * CHUNK if WIDE else pid * CHUNK
+    positions = first + lane
+    here = positions <= bags
+    at = tl.load(offsets_ptr + positions, mask=here, other=0)
+    after = tl.load(offsets_ptr + positions + 1, mask=positions < bags, other=lookups)
+    ends = (positions == bags) & (at != lookups)
+    wrong = here & ((at < 0) | (at > after) | (at > lookups) | ends | ((positions == 0) & (at != 0)))
+    wrong_offsets = tl.sum(wrong.to(tl.int32), axis=0)
+    if wrong_offsets > 0:
+        tl.atomic_add(bad_ptr + 1, wrong_offsets.to(tl.int64), sem="relaxed")
+    if first < lookups:
+        mask = positions < lookups
+        last = tl.minimum(first + CHUNK, lookups) - 1
+        bag = bags_of(offsets_ptr, positions, first, last, bags, top_step)
+        inside = mask & (bag < bags)
+        rows = tl.load(features_ptr + (bag // batch) * 3, mask=inside, other=0)
+        ids = tl.load(indices_ptr + positions, mask=inside, other=-1).to(tl.int64)
+        bad = tl.sum((inside & ((ids < -1) | (ids >= rows))).to(tl.int32), axis=0)
+        if bad > 0:
+            tl.atomic_add(bad_ptr, bad.to(tl.int64), sem="relaxed")

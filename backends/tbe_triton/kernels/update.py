@@ -1,0 +1,375 @@
+"""The balanced segmented update: sorted lookups in equal stretches, one program each, and the combine of runs
+that are too long for one program.
+
+A run is one row's lookups. The rule of ``tbe_core.tiers``: the program where a run starts walks on past its
+stretch to finish it, unless the run covers a whole further stretch; then every program that it touches leaves a
+partial sum. Slots: program p's partials are ``[p, 0]``, of the run that came in from before, and ``[p, 1]``, of
+the run that starts here and goes on. ``groups_ptr`` is int64 ``[G, 4]``: first row, row limit, first element,
+dim. Keys at or above the limit of the last group contribute nothing and sort last.
+"""
+
+import triton
+import triton.language as tl
+
+from .row_updates import step_row
+
+
+@triton.jit
+def tbe_group_bounds_kernel(bounds_ptr, keys_ptr, groups_ptr, lookups, groups):
+    """Grid: groups + 1. Where each group's lookups begin in the sorted keys, and where the last one's end."""
+    g = tl.program_id(0)
+    row = tl.load(groups_ptr + tl.minimum(g, groups - 1) * 4 + tl.where(g == groups, 1, 0))
+    low = tl.zeros([], tl.int64)
+    high = low + lookups
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(keys_ptr + middle) < row:
+            low = middle + 1
+        else:
+            high = middle
+    tl.store(bounds_ptr + g, low)
+
+
+@triton.jit
+def gradient_place(value, unit, WEIGHTED: tl.constexpr):
+    """First element of the lookup's gradient, and its fp32 factor."""
+    factor = 1.0
+    if WEIGHTED:
+        factor = (value & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+        value = value >> 32
+    return value.to(tl.int64) * unit, factor
+
+
+@triton.jit
+def run_pieces(keys_ptr, key, after, high, STRETCH: tl.constexpr):
+    """How many stretches a run touches, that of its start included; ``after`` is where the next one begins."""
+    step = (high - high + 1).to(tl.int32)
+    while (after + (step - 1) * STRETCH < high) & (
+        tl.load(keys_ptr + tl.minimum(after + (step - 1) * STRETCH, high - 1)) == key
+    ):
+        step = step * 2
+    pieces = step // 2
+    step = step // 4
+    while step > 0:
+        at = after + (pieces + step - 1) * STRETCH
+        inside = at < high
+        same = tl.load(keys_ptr + tl.minimum(at, high - 1)) == key
+        pieces = tl.where(inside & same, pieces + step, pieces)
+        step = step // 2
+    return pieces + 1
+
+
+@triton.jit
+def arrive(
+    weights_ptr,
+    state_ptr,
+    hyper_ptr,
+    counters_ptr,
+    partials_ptr,
+    keys_ptr,
+    key,
+    owner,
+    pieces,
+    element,
+    cols,
+    dim,
+    WIDTH: tl.constexpr,
+    OPTIMIZER: tl.constexpr,
+    DECAY_MODE: tl.constexpr,
+    LIMITS_NORM: tl.constexpr,
+):
+    """The fused tier: count this program in; the last sums every partial in order and steps the row. The
+    barrier puts all lanes' partial before the count (scalar atomics run on one lane)."""
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counters_ptr + 1 + owner, 1, sem="acq_rel", scope="gpu")
+    if arrived == pieces - 1:
+        tl.debug_barrier()
+        mask = cols < dim
+        total = tl.load(partials_ptr + (owner * 2 + 1).to(tl.int64) * WIDTH + cols, mask=mask, other=0.0)
+        for piece in range(1, pieces):
+            at = ((owner + piece) * 2).to(tl.int64) * WIDTH
+            total += tl.load(partials_ptr + at + cols, mask=mask, other=0.0)
+        w = tl.load(weights_ptr + element + cols, mask=mask, other=0.0).to(tl.float32)
+        moment = 0.0
+        if OPTIMIZER != "sgd":
+            moment = tl.load(state_ptr + key)
+        step_row(
+            weights_ptr, state_ptr, hyper_ptr, element, key, w, moment, total, cols, dim,
+            OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+        )  # fmt: skip
+
+
+@triton.jit
+def update_stretch(
+    weights_ptr,
+    state_ptr,
+    hyper_ptr,
+    grad_ptr,
+    keys_ptr,
+    values_ptr,
+    counters_ptr,
+    owners_ptr,
+    partials_ptr,
+    stretch,
+    low,
+    high,
+    slot,
+    row_base,
+    limit,
+    element_base,
+    dim,
+    unit,
+    group,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRETCH: tl.constexpr,
+    UNROLL: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    FUSED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    GRAD_ALIGN: tl.constexpr,
+    OPTIMIZER: tl.constexpr,
+    DECAY_MODE: tl.constexpr,
+    LIMITS_NORM: tl.constexpr,
+):
+    """Walk one stretch lookup by lookup: UNROLL gradient rows, and where a run ends its row and state, are in
+    flight before the first is added; a uniform branch steps the row at a run's end."""
+    cols = tl.arange(0, BLOCK_D)
+    mask = cols < dim
+    begin = low + stretch * STRETCH
+    end = tl.minimum(begin + STRETCH, high)
+    first = tl.load(keys_ptr + begin)
+    last = tl.load(keys_ptr + end - 1)
+    previous = tl.load(keys_ptr + begin - 1, mask=begin > low, other=-1)
+    before = tl.load(keys_ptr + begin - STRETCH - 1, mask=begin - STRETCH > low, other=-1)
+    after = tl.load(keys_ptr + end, mask=end < high, other=-1)
+    far = tl.load(keys_ptr + end + STRETCH, mask=end + STRETCH < high, other=-1)
+    comes_in = previous == first
+    head_long = comes_in & ((before == first) | (after == first))
+    through = comes_in & (first == last) & (after == last)
+    tail_long = (after == last) & (far == last) & (not through)
+    lane = tl.arange(0, STRETCH)
+    walk = begin
+    if comes_in & (not head_long):
+        inside = tl.load(keys_ptr + begin + lane, mask=begin + lane < end, other=-1)
+        walk = begin + tl.sum((inside == first).to(tl.int32), axis=0)
+    stop = end
+    if (after == last) & (not through) & (not tail_long):
+        beyond = tl.load(keys_ptr + end + lane, mask=end + lane < high, other=-1)
+        stop = end + tl.sum((beyond == last).to(tl.int32), axis=0)
+    if last >= limit:
+        tail_long = False
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    if first < limit:
+        for i in range(walk, stop, UNROLL):
+            keys = ()
+            rows = ()
+            weights = ()
+            moments = ()
+            run_ends = ()
+            elements = ()
+            for j in tl.static_range(UNROLL):
+                here = i + j < stop
+                key = tl.load(keys_ptr + i + j, mask=here, other=-1)
+                following = tl.load(keys_ptr + i + j + 1, mask=i + j + 1 < high, other=-1)
+                live = here & (key < limit)
+                run_end = live & (key != following)
+                value = tl.load(values_ptr + i + j, mask=live, other=0)
+                place, factor = gradient_place(value, unit, WEIGHTED)
+                place = tl.multiple_of(place, GRAD_ALIGN)
+                if D == BLOCK_D:
+                    row = tl.load(grad_ptr + place + cols, mask=live, other=0.0).to(tl.float32)
+                else:
+                    row = tl.load(grad_ptr + place + cols, mask=live & mask, other=0.0).to(tl.float32)
+                if WEIGHTED:
+                    row = row * factor
+                steps = run_end & (not (head_long & (key == first)))
+                element = tl.multiple_of(element_base + (key.to(tl.int64) - row_base) * dim, ALIGN)
+                if D == BLOCK_D:
+                    w = tl.load(weights_ptr + element + cols, mask=steps, other=0.0)
+                else:
+                    w = tl.load(weights_ptr + element + cols, mask=steps & mask, other=0.0)
+                moment = 0.0
+                if OPTIMIZER != "sgd":
+                    moment = tl.load(state_ptr + key, mask=steps, other=0.0)
+                keys = keys + (key,)
+                rows = rows + (row,)
+                weights = weights + (w,)
+                moments = moments + (moment,)
+                run_ends = run_ends + (run_end,)
+                elements = elements + (element,)
+            for j in tl.static_range(UNROLL):
+                acc += rows[j]
+                if run_ends[j]:
+                    if head_long & (keys[j] == first):
+                        tl.store(partials_ptr + (slot * 2).to(tl.int64) * WIDTH + cols, acc, mask=mask)
+                    else:
+                        step_row(
+                            weights_ptr, state_ptr, hyper_ptr, elements[j], keys[j],
+                            weights[j].to(tl.float32), moments[j], acc, cols, dim,
+                            OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+                        )  # fmt: skip
+                    acc = tl.zeros([BLOCK_D], tl.float32)
+        if through:
+            tl.store(partials_ptr + (slot * 2).to(tl.int64) * WIDTH + cols, acc, mask=mask)
+        if tail_long:
+            tl.store(partials_ptr + (slot * 2 + 1).to(tl.int64) * WIDTH + cols, acc, mask=mask)
+        if FUSED:
+            if head_long:
+                # The stretch where the run starts: the first whose next boundary is inside the run.
+                left = stretch - stretch
+                right = stretch
+                while left < right:
+                    middle = (left + right) // 2
+                    if tl.load(keys_ptr + low + middle * STRETCH) < first:
+                        left = middle + 1
+                    else:
+                        right = middle
+                inside_before = tl.load(
+                    keys_ptr + low + left * STRETCH - 1, mask=left > 0, other=-1
+                )
+                if inside_before == first:
+                    left = left - 1
+                pieces = run_pieces(keys_ptr, first, low + (left + 1) * STRETCH, high, STRETCH)
+                element = element_base + (first.to(tl.int64) - row_base) * dim
+                arrive(
+                    weights_ptr, state_ptr, hyper_ptr, counters_ptr, partials_ptr, keys_ptr, first,
+                    slot - (stretch - left), pieces, element, cols, dim, WIDTH,
+                    OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+                )  # fmt: skip
+            if tail_long:
+                pieces = run_pieces(keys_ptr, last, end, high, STRETCH)
+                element = element_base + (last.to(tl.int64) - row_base) * dim
+                arrive(
+                    weights_ptr, state_ptr, hyper_ptr, counters_ptr, partials_ptr, keys_ptr, last,
+                    slot, pieces, element, cols, dim, WIDTH,
+                    OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+                )  # fmt: skip
+        else:
+            if tail_long:
+                # The order of this list shows in no result: every entry is combined by itself.
+                entry = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
+                record = owners_ptr + entry.to(tl.int64) * 4
+                tl.store(record, end.to(tl.int64))
+                tl.store(record + 1, slot.to(tl.int64))
+                tl.store(record + 2, high.to(tl.int64))
+                tl.store(record + 3, (slot - slot + group).to(tl.int64))
+
+
+@triton.jit
+def tbe_update_kernel(
+    weights_ptr,
+    state_ptr,
+    hyper_ptr,
+    grad_ptr,
+    keys_ptr,
+    values_ptr,
+    counters_ptr,
+    owners_ptr,
+    partials_ptr,
+    groups_ptr,
+    bounds_ptr,
+    lookups,
+    unit,
+    programs,
+    first_group,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRETCH: tl.constexpr,
+    UNROLL: tl.constexpr,
+    GROUPED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    FUSED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    GRAD_ALIGN: tl.constexpr,
+    OPTIMIZER: tl.constexpr,
+    DECAY_MODE: tl.constexpr,
+    LIMITS_NORM: tl.constexpr,
+):
+    """Grid: (programs, groups of this width). One stretch a program; with several groups, whose shares the
+    host does not know, every group has the same programs, which take its stretches in turn."""
+    pid = tl.program_id(0)
+    group = first_group + tl.program_id(1)
+    meta = groups_ptr + group * 4
+    row_base = tl.load(meta)
+    limit = tl.load(meta + 1)
+    element_base = tl.multiple_of(tl.load(meta + 2), 8)
+    if D > 0:
+        dim = D
+    else:
+        dim = tl.multiple_of(tl.load(meta + 3).to(tl.int32), ALIGN)
+    if GROUPED:
+        low = tl.load(bounds_ptr + group)
+        high = tl.load(bounds_ptr + group + 1)
+        for stretch in range(pid, (high - low + STRETCH - 1) // STRETCH, programs):
+            slot = low // STRETCH + group + stretch
+            update_stretch(
+                weights_ptr, state_ptr, hyper_ptr, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
+                partials_ptr, stretch, low, high, slot, row_base, limit, element_base, dim, unit, group,
+                D, BLOCK_D, WIDTH, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN,
+                OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+            )  # fmt: skip
+    else:
+        update_stretch(
+            weights_ptr, state_ptr, hyper_ptr, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
+            partials_ptr, pid, lookups - lookups, lookups, pid, row_base, limit, element_base, dim, unit, group,
+            D, BLOCK_D, WIDTH, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN,
+            OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+        )  # fmt: skip
+
+
+@triton.jit
+def tbe_combine_kernel(
+    weights_ptr,
+    state_ptr,
+    hyper_ptr,
+    keys_ptr,
+    counters_ptr,
+    owners_ptr,
+    partials_ptr,
+    groups_ptr,
+    programs,
+    BLOCK_D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRETCH: tl.constexpr,
+    PIECES: tl.constexpr,
+    OPTIMIZER: tl.constexpr,
+    DECAY_MODE: tl.constexpr,
+    LIMITS_NORM: tl.constexpr,
+):
+    """The split tier. Grid: programs, which take the listed long runs in turn, sum each one's partials in
+    order, PIECES at a time, and step its row."""
+    cols = tl.arange(0, BLOCK_D)
+    piece = tl.arange(0, PIECES)
+    for entry in range(tl.program_id(0), tl.load(counters_ptr), programs):
+        record = owners_ptr + entry.to(tl.int64) * 4
+        after = tl.load(record)
+        slot = tl.load(record + 1)
+        high = tl.load(record + 2)
+        meta = groups_ptr + tl.load(record + 3) * 4
+        row_base = tl.load(meta)
+        element_base = tl.load(meta + 2)
+        dim = tl.load(meta + 3).to(tl.int32)
+        mask = cols < dim
+        key = tl.load(keys_ptr + after - 1)
+        pieces = run_pieces(keys_ptr, key, after, high, STRETCH)
+        total = tl.zeros([BLOCK_D], tl.float32)
+        for i in range(0, pieces, PIECES):
+            at = (slot + i + piece) * 2 + (i + piece == 0).to(tl.int64)
+            tile = tl.load(
+                partials_ptr + at[:, None] * WIDTH + cols[None, :],
+                mask=(i + piece < pieces)[:, None] & mask[None, :],
+                other=0.0,
+            )
+            total += tl.sum(tile, axis=0)
+        element = element_base + (key.to(tl.int64) - row_base) * dim
+        w = tl.load(weights_ptr + element + cols, mask=mask, other=0.0).to(tl.float32)
+        moment = 0.0
+        if OPTIMIZER != "sgd":
+            moment = tl.load(state_ptr + key)
+        step_row(
+            weights_ptr, state_ptr, hyper_ptr, element, key, w, moment, total, cols, dim,
+            OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+        )  # fmt: skip
