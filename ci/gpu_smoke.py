@@ -2,8 +2,9 @@
 
 import time
 
-import tbe
 import torch
+
+import tbe
 from tbe_core.reference import Reference
 
 
@@ -11,7 +12,12 @@ def main() -> None:
     torch.manual_seed(0)
     worst = 0.0
     start = time.time()
-    for dims, pooling in (((128,) * 3, "sum"), ((8, 3, 200), "sum"), ((64,) * 3, "mean"), ((16,) * 3, "none")):
+    for dims, pooling in (
+        ((128,) * 3, "sum"),
+        ((8, 3, 200), "sum"),
+        ((64,) * 3, "mean"),
+        ((16,) * 3, "none"),
+    ):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             for hot in (1, 40, 3000):
                 emb = tbe.TableBatchedEmbeddingBags(

@@ -32,7 +32,14 @@ class DeviceConfig:
     """Elements of a row that one lane holds before another warp is added."""
 
     def __post_init__(self) -> None:
-        for field in ("forward_bags", "forward_unroll", "forward_columns", "stretch", "stretch_small", "unroll"):
+        for field in (
+            "forward_bags",
+            "forward_unroll",
+            "forward_columns",
+            "stretch",
+            "stretch_small",
+            "unroll",
+        ):
             value = getattr(self, field)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{field}={value!r}: expected a power of two")

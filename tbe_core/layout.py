@@ -48,9 +48,7 @@ class Layout:
             raise ValueError("feature_table_map is empty: expected a table number for every feature")
         for f, t in enumerate(features):
             if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < len(tables):
-                raise ValueError(
-                    f"feature_table_map[{f}]={t!r}: expected a table number in [0, {len(tables)})"
-                )
+                raise ValueError(f"feature_table_map[{f}]={t!r}: expected a table number in [0, {len(tables)})")
         return cls(tuple(tables), features)
 
     @cached_property

@@ -77,9 +77,7 @@ def reasons_against(
     return backend.unsupported(problem, caps)
 
 
-def choose(
-    problem: Problem, caps: Capabilities, backends: Iterable[Backend | Absent], policy: Policy
-) -> Plan:
+def choose(problem: Problem, caps: Capabilities, backends: Iterable[Backend | Absent], policy: Policy) -> Plan:
     """The best backend without reasons against it; pure.
 
     An explicit choice is taken or refused, never replaced.
@@ -109,9 +107,7 @@ def choose(
     return _plan(best, problem, caps, tuple(rejected))
 
 
-def _explicit(
-    problem: Problem, caps: Capabilities, known: list[Backend | Absent], policy: Policy
-) -> Plan:
+def _explicit(problem: Problem, caps: Capabilities, known: list[Backend | Absent], policy: Policy) -> Plan:
     asked = f"{policy.source}{policy.backend!r}"
     found = [b for b in known if b.name == policy.backend]
     if not found:
@@ -122,8 +118,6 @@ def _explicit(
     return _plan(found[0], problem, caps, ())
 
 
-def _plan(
-    backend: Backend, problem: Problem, caps: Capabilities, rejected: tuple[Rejection, ...]
-) -> Plan:
+def _plan(backend: Backend, problem: Problem, caps: Capabilities, rejected: tuple[Rejection, ...]) -> Plan:
     config, notes = backend.configure(problem, caps)
     return Plan(backend.name, problem, caps, config, notes, rejected)

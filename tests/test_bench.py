@@ -293,9 +293,7 @@ def test_comparisons_never_join_across_runs(tmp_path: Path) -> None:
         slow = {"ours": TIMES["ours"], "peer": {"one": (70.0, 70.0, 70.0)}}
         third = add_run(store, slow, "other chip")
         found = [(r["workload"], r["metric"], r["speedup"]) for r in RunView(store, third).comparisons()]
-        assert found == [
-            ("one", m, pytest.approx(s)) for m, s in ((FORWARD, 7.0), (BACKWARD, 3.5), (STEP, 1.75))
-        ]
+        assert found == [("one", m, pytest.approx(s)) for m, s in ((FORWARD, 7.0), (BACKWARD, 3.5), (STEP, 1.75))]
         assert store.rows("SELECT COUNT(*) AS n FROM comparison")[0]["n"] == 3
         assert {r["run_id"] for r in store.rows("SELECT run_id FROM comparison")} == {third}
         assert [r["n"] for r in store.rows("SELECT COUNT(*) AS n FROM machine")] == [2]

@@ -136,9 +136,7 @@ def test_every_file_shape_gives_the_same_clicks(tmp_path: Path) -> None:
     # The header shifts line numbers, not clicks: with nothing held out they are the same.
     assert same(list(source(write_csv(tmp_path / "header.csv", rows)).train(0, 0)), expected)
     quoted = tmp_path / "quoted.csv"
-    quoted.write_text(
-        "".join(",".join(f'"{field}"' for field in row) + "\n" for row in [list(COLUMNS), *rows])
-    )
+    quoted.write_text("".join(",".join(f'"{field}"' for field in row) + "\n" for row in [list(COLUMNS), *rows]))
     assert same(list(source(quoted).train(0, 0)), expected)
     shuffled_columns = tmp_path / "columns.csv"
     names = ["row", *reversed(COLUMNS)]

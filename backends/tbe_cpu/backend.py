@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
 from tbe_core import BAD_LOOKUPS, BAD_OFFSETS, Capabilities, DeviceConfig, Lookup, Problem, Training
 from tbe_core.optimizers import REGISTRY, Hyper
 

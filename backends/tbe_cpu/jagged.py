@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+
 from tbe_core import Group, Layout, Lookup
 from tbe_core.types import PRUNED_ID
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from packaging.version import Version
+
 from tbe_core import Capabilities, DeviceConfig, Lookup, Problem, Training, route
 
 from . import configs, sort
@@ -73,9 +74,7 @@ class TritonBackend:
             keys, _, _ = launch.linearise(lookup, tables, 0)
             launch.forward_rows(lookup, keys, out)
             return out
-        for shape, features in zip(
-            forward_shapes(spec.layout, lookup.plan.config), tables.forward, strict=True
-        ):
+        for shape, features in zip(forward_shapes(spec.layout, lookup.plan.config), tables.forward, strict=True):
             launch.forward_pool(lookup, shape, features, out)
         return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from tbe_core import Lookup, Route, Tier, Training
 
 from .kernels.forward import tbe_forward_pool_kernel, tbe_forward_rows_kernel, tbe_weight_grad_kernel
@@ -62,9 +63,7 @@ def linearise(
             "mean lookups of these dims"
         )
     small = places <= INT32_MAX and not weighted and not mean
-    keys = torch.empty(
-        n, dtype=torch.int32 if spec.layout.total_rows < INT32_MAX else torch.int64, device=device
-    )
+    keys = torch.empty(n, dtype=torch.int32 if spec.layout.total_rows < INT32_MAX else torch.int64, device=device)
     values = torch.empty(n, dtype=torch.int32 if small else torch.int64, device=device)
     cleared = torch.empty(max(counters, 1), dtype=torch.int32, device=device)
     size = max(n, counters)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+
 from tbe_core import DeviceConfig, Layout, Spec
 
 MAX_DIM = 8192

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from tbe_core import Capabilities
 
 
@@ -45,9 +46,7 @@ class RadixSort:
         self._stream = _Stream()
         self._temporary: dict[tuple[int, int], int] = {}
 
-    def __call__(
-        self, keys: torch.Tensor, values: torch.Tensor, bits: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, keys: torch.Tensor, values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys_out, values_out = torch.empty_like(keys), torch.empty_like(values)
         n = keys.numel()
         arguments: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+
 from tbe_core import BAD_LOOKUPS, BAD_OFFSETS
 
 

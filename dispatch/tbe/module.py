@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+
 from tbe_core import Layout, Optimizer, Plan, Spec, Table
 from tbe_core.dtypes import STATE_DTYPE
 from tbe_core.types import BoundsCheck, Pooling
 from tbe_core.validate import check_inputs
-from torch import nn
 
 from . import ops, policy
 from .bounds import BadLookups
@@ -90,9 +91,7 @@ class TableBatchedEmbeddingBags(nn.Module):
     @property
     def plan(self) -> Plan:
         """The plan for int64 ids, unweighted: the backend, its configuration and who was passed over."""
-        return policy.plan_for(
-            self.spec.problem(), self.weights.device, policy.request(self.requested_backend)
-        )
+        return policy.plan_for(self.spec.problem(), self.weights.device, policy.request(self.requested_backend))
 
     def forward(
         self,
@@ -204,9 +203,7 @@ class TableBatchedEmbeddingBags(nn.Module):
                 )
             else:
                 copies.append((view, value))
-        unexpected_keys += [
-            k for k in state_dict if k.startswith(prefix) and k.removeprefix(prefix) not in views
-        ]
+        unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k.removeprefix(prefix) not in views]
         error_msgs += errors
         if errors or (strict and (missing_keys or unexpected_keys)):
             return
@@ -222,14 +219,16 @@ class TableBatchedEmbeddingBags(nn.Module):
                 "output_dtype are set when the module is made; .to(device) moves it"
             )
         policy.plan_for(self.spec.problem(), probe.device, policy.request(self.requested_backend))
-        super()._apply(fn, recurse)
+        base: Any = super()
+        base._apply(fn, recurse)
         for state in (*self.states, self.hyper):
             if state.dtype != STATE_DTYPE:
                 raise ValueError(f"optimizer state became {state.dtype}: expected {STATE_DTYPE}")
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        base: Any = super()
+        base.__setstate__(state)
         self._handle = ops.register(self.spec)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from tbe_core import Lookup, Spec, Training
 from tbe_core.validate import check_index_values, check_offset_values
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+
 from tbe_core import Absent, Backend, BackendError, Capabilities, Plan, Policy, Problem, Spec, choose
 
 from . import environment, probe, registry

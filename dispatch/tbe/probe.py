@@ -7,6 +7,7 @@ import platform
 from functools import lru_cache
 
 import torch
+
 from tbe_core import Capabilities
 
 from . import environment
@@ -21,11 +22,9 @@ def _version(package: str) -> str | None:
 
 @lru_cache(maxsize=64)
 def _probe(device_type: str, index: int, interpret: bool) -> Capabilities:
-    versions = {
-        "torch_version": torch.__version__,
-        "triton_version": _version("triton") or _version("fbtriton") or _version("pytorch-triton-rocm"),
-        "cccl_version": _version("cuda-cccl"),
-    }
+    torch_version = torch.__version__
+    triton_version = _version("triton") or _version("fbtriton") or _version("pytorch-triton-rocm")
+    cccl_version = _version("cuda-cccl")
     if device_type != "cuda":
         return Capabilities(
             device_type=device_type,
@@ -34,7 +33,9 @@ def _probe(device_type: str, index: int, interpret: bool) -> Capabilities:
             name=platform.processor() or platform.machine(),
             processors=torch.get_num_threads(),
             triton_interpret=interpret,
-            **versions,
+            torch_version=torch_version,
+            triton_version=triton_version,
+            cccl_version=cccl_version,
         )
     found = torch.cuda.get_device_properties(index)
     amd = torch.version.hip is not None
@@ -48,7 +49,9 @@ def _probe(device_type: str, index: int, interpret: bool) -> Capabilities:
         l2_bytes=found.L2_cache_size,
         warp_size=found.warp_size,
         triton_interpret=interpret,
-        **versions,
+        torch_version=torch_version,
+        triton_version=triton_version,
+        cccl_version=cccl_version,
     )
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer is: hyper-parameters, state layout and a reference step; one file each beside this one."""
+"""What an optimizer is: hyper-parameters, state layout and a reference step; one file each."""
 
 from __future__ import annotations
 

@@ -57,8 +57,6 @@ def step_row(
         eps = tl.load(hyper_ptr + 1)
         decay = tl.load(hyper_ptr + 2)
         max_norm = tl.load(hyper_ptr + 3)
-        w, moment = step_rowwise_adagrad(
-            w, g, moment, lr, eps, decay, max_norm, dim, DECAY_MODE, LIMITS_NORM
-        )
+        w, moment = step_rowwise_adagrad(w, g, moment, lr, eps, decay, max_norm, dim, DECAY_MODE, LIMITS_NORM)
         tl.store(state_ptr + key, moment)
     tl.store(weights_ptr + element + cols, w.to(weights_ptr.dtype.element_ty), mask=mask)

@@ -226,9 +226,7 @@ def update_stretch(
                         left = middle + 1
                     else:
                         right = middle
-                inside_before = tl.load(
-                    keys_ptr + low + left * STRETCH - 1, mask=left > 0, other=-1
-                )
+                inside_before = tl.load(keys_ptr + low + left * STRETCH - 1, mask=left > 0, other=-1)
                 if inside_before == first:
                     left = left - 1
                 pieces = run_pieces(keys_ptr, first, low + (left + 1) * STRETCH, high, STRETCH)

@@ -64,9 +64,7 @@ def draw(workload: Workload, inputs: Inputs, facts: Profile, seed: int) -> list[
     bounds = feature_bounds(workload, inputs.offsets)
     count = max(_LEAST, SAMPLE // workload.features)
     return [
-        _draw_feature(
-            workload, inputs, facts, feature, (bounds[feature], bounds[feature + 1]), count, generator
-        )
+        _draw_feature(workload, inputs, facts, feature, (bounds[feature], bounds[feature + 1]), count, generator)
         for feature in range(workload.features)
     ]
 

@@ -92,9 +92,7 @@ class Fbgemm:
 
 
 class _TorchBuilt:
-    detail = (
-        "nn.functional.embedding_bag(sparse=True) a table, then row-wise Adagrad on the coalesced gradient"
-    )
+    detail = "nn.functional.embedding_bag(sparse=True) a table, then row-wise Adagrad on the coalesced gradient"
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self._workload = workload

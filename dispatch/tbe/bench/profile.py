@@ -68,9 +68,7 @@ def profile(workload: Workload, inputs: Inputs) -> Profile:
     )
 
 
-def floor_bytes(
-    workload: Workload, inputs: Inputs, lookups: list[int], touched: list[int]
-) -> tuple[int, int]:
+def floor_bytes(workload: Workload, inputs: Inputs, lookups: list[int], touched: list[int]) -> tuple[int, int]:
     """Bytes of the forward and of the backward floor, from per-table lookup and touched-row counts.
 
     forward: every lookup's row, the indices, the offsets, per-sample weights if any, and the output written.

@@ -25,9 +25,7 @@ class RunView:
 
     def __init__(self, store: Store, run: int | None = None) -> None:
         self._store = store
-        found = store.rows(
-            "SELECT id FROM run WHERE ? IS NULL OR id = ? ORDER BY id DESC LIMIT 1", (run, run)
-        )
+        found = store.rows("SELECT id FROM run WHERE ? IS NULL OR id = ? ORDER BY id DESC LIMIT 1", (run, run))
         if not found:
             listed = ", ".join(str(row["id"]) for row in store.rows("SELECT id FROM run ORDER BY id"))
             which = "no run" if run is None else f"no run {run}"

@@ -182,9 +182,7 @@ class Store:
                 lengths = {"low": part.low, "high": part.high, "runs": part.runs, "lookups": part.lookups}
                 self._insert("run_length", {"run_id": run, "workload_id": workload, **lengths})
 
-    def add_result(
-        self, run: int, workload: int, implementation: int, position: int, outcome: Outcome
-    ) -> None:
+    def add_result(self, run: int, workload: int, implementation: int, position: int, outcome: Outcome) -> None:
         """One outcome with all its figures. ``position`` is its turn on the workload, from 0. Raises
         ``sqlite3.IntegrityError`` for figures of a result that is not ``ok``."""
         verdict = outcome.verdict

@@ -28,9 +28,7 @@ def heading(view: RunView) -> list[str]:
     packages = ", ".join(
         f"{row['name']} {row['version']}".strip() for row in view.implementations() if not row["ours"]
     )
-    ours = ", ".join(
-        f"{row['name']} {row['version']}".strip() for row in view.implementations() if row["ours"]
-    )
+    ours = ", ".join(f"{row['name']} {row['version']}".strip() for row in view.implementations() if row["ours"])
     software = f"Python {run['python']}, torch {run['torch']}"
     software += f", Triton {run['triton']}" if run["triton"] else ""
     software += f", CUDA {run['cuda']}" if run["cuda"] else ""
@@ -79,9 +77,7 @@ def speedups(view: RunView) -> list[Section]:
             (name, *_flat(cells.get(metric, (MISSING,) * 3) for metric in COMPARED))
             for name, cells in by_workload.items()
         ]
-        note = (
-            "Microseconds; device time for forward and backward, wall time for step. Ratio: peer over ours."
-        )
+        note = "Microseconds; device time for forward and backward, wall time for step. Ratio: peer over ours."
         out.append(Section(f"{ours} against {peer}", note, head, tuple(rows), 1))
     return out
 

@@ -140,9 +140,7 @@ def _span(values: tuple[int, ...]) -> str:
     return f"{low:,}" if low == high else f"{low:,}..{high:,}"
 
 
-def _even(
-    name: str, tables: int, rows: int, dim: int, batch: int, length: int, zipf: float = 0.0
-) -> Workload:
+def _even(name: str, tables: int, rows: int, dim: int, batch: int, length: int, zipf: float = 0.0) -> Workload:
     """A workload whose tables are all alike; Zipf ids when ``zipf`` is given, else uniform."""
     ids = ZIPF if zipf else UNIFORM
     rest = (batch, (length,) * tables, ids, zipf)

@@ -148,9 +148,7 @@ def list_(device: Device = None, as_json: Json = False) -> None:
 def report(
     db: Annotated[Path, typer.Argument(help="Database of bench results.")],
     html: Annotated[Path | None, typer.Option(help="Also write one self-contained page here.")] = None,
-    run_id: Annotated[
-        int | None, typer.Option("--run", help="Number of the run; default the newest.")
-    ] = None,
+    run_id: Annotated[int | None, typer.Option("--run", help="Number of the run; default the newest.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show a run: speed-ups, times against their floors, memory, and what has no figures and why."""

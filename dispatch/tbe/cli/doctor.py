@@ -33,8 +33,9 @@ def doctor(
 def _report() -> dict[str, Any]:
     import os
 
-    import tbe
     import torch
+
+    import tbe
     from tbe import environment, probe
 
     caps = probe.capabilities("cpu")
@@ -53,6 +54,7 @@ def _report() -> dict[str, Any]:
 
 def _device(device: Any) -> dict[str, Any]:
     import torch
+
     from tbe import BackendError, RowwiseAdagrad, Table, backends, policy, probe
     from tbe_core import Layout, Spec
 

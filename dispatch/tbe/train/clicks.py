@@ -39,8 +39,7 @@ class Clicks:
         features = (len(self.offsets) - 1) // size
         lengths = np.diff(self.offsets).reshape(features, size)[:, start:stop]
         parts = [
-            self.indices[self.offsets[t * size + start] : self.offsets[t * size + stop]]
-            for t in range(features)
+            self.indices[self.offsets[t * size + start] : self.offsets[t * size + stop]] for t in range(features)
         ]
         return Clicks(
             dense=self.dense[start:stop],

@@ -61,9 +61,7 @@ def _mlp(widths: Sequence[int]) -> list[nn.Module]:
 def describe_tables(config: TrainConfig) -> str:
     """Count, shape and size of the tables, without optimizer state."""
     size = SPARSE_FEATURES * config.rows * config.dim * 4 / 2**20
-    return (
-        f"{SPARSE_FEATURES} tables of {config.rows} rows and width {config.dim} ({size:.1f} MiB in float32)"
-    )
+    return f"{SPARSE_FEATURES} tables of {config.rows} rows and width {config.dim} ({size:.1f} MiB in float32)"
 
 
 def build_model(config: TrainConfig) -> DLRM:
@@ -95,9 +93,7 @@ def build_model(config: TrainConfig) -> DLRM:
     except (RuntimeError, MemoryError) as error:
         # On the CPU torch tells exhaustion from other failures by its text only.
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-            raise ConfigError(
-                f"out of memory for {describe_tables(config)}: lower --rows or --dim"
-            ) from error
+            raise ConfigError(f"out of memory for {describe_tables(config)}: lower --rows or --dim") from error
         raise
     torch.manual_seed(config.seed)
     model = DLRM(emb, config.dim, config.bottom_mlp, config.top_mlp).to(config.device)
