@@ -9,6 +9,7 @@ from tbe_core import Lookup, Route, Tier, Training
 from .kernels.forward import tbe_forward_pool_kernel, tbe_forward_rows_kernel, tbe_weight_grad_kernel
 from .kernels.jagged import tbe_check_kernel, tbe_linearise_kernel
 from .kernels.update import tbe_combine_kernel, tbe_group_bounds_kernel, tbe_update_kernel
+from .launcher import run
 from .shapes import (
     INT32_MAX,
     DeviceTables,
@@ -33,7 +34,9 @@ def check(lookup: Lookup, tables: DeviceTables, bad: torch.Tensor) -> None:
     """Add to ``bad`` the ids outside their tables and the offsets out of order or range."""
     n, bags = lookup.indices.numel(), lookup.offsets.numel() - 1
     size = max(n, bags + 1)
-    tbe_check_kernel[(-(-size // LINEARISE_CHUNK),)](
+    run(
+        tbe_check_kernel,
+        (-(-size // LINEARISE_CHUNK),),
         bad,
         lookup.indices,
         lookup.offsets,
@@ -67,7 +70,9 @@ def linearise(
     values = torch.empty(n, dtype=torch.int32 if small else torch.int64, device=device)
     cleared = torch.empty(max(counters, 1), dtype=torch.int32, device=device)
     size = max(n, counters)
-    tbe_linearise_kernel[(-(-size // LINEARISE_CHUNK),)](
+    run(
+        tbe_linearise_kernel,
+        (-(-size // LINEARISE_CHUNK),),
         keys,
         values,
         cleared,
@@ -97,7 +102,9 @@ def forward_pool(lookup: Lookup, shape: ForwardShape, features: torch.Tensor, ou
     batch, n = lookup.batch, lookup.indices.numel()
     blocks = -(-batch // shape.bags)
     weighted = lookup.per_sample_weights is not None
-    tbe_forward_pool_kernel[(len(shape.features) * blocks * shape.column_blocks,)](
+    run(
+        tbe_forward_pool_kernel,
+        (len(shape.features) * blocks * shape.column_blocks,),
         out,
         lookup.weights,
         lookup.indices,
@@ -126,7 +133,9 @@ def forward_rows(lookup: Lookup, keys: torch.Tensor, out: torch.Tensor) -> None:
     """Pooling none: copy the row of every key."""
     layout, n = lookup.spec.layout, lookup.indices.numel()
     group = next(g for g in layout.groups if g.dim == layout.dims[0])
-    tbe_forward_rows_kernel[(-(-n // ROWS_CHUNK),)](
+    run(
+        tbe_forward_rows_kernel,
+        (-(-n // ROWS_CHUNK),),
         out,
         lookup.weights,
         keys,
@@ -148,7 +157,9 @@ def weight_grad(
     """Per-sample-weight gradients of the features of one block width."""
     block = shape.block * shape.column_blocks
     block = next_power_of_two(block)
-    tbe_weight_grad_kernel[(len(shape.features) * lookup.batch,)](
+    run(
+        tbe_weight_grad_kernel,
+        (len(shape.features) * lookup.batch,),
         out,
         lookup.weights,
         grad,
@@ -190,7 +201,9 @@ def update(
     bounds = tables.groups
     if grouped:
         bounds = torch.empty(len(layout.groups) + 1, dtype=torch.int64, device=device)
-        tbe_group_bounds_kernel[(len(layout.groups) + 1,)](
+        run(
+        tbe_group_bounds_kernel,
+        (len(layout.groups) + 1,),
             bounds, keys, tables.groups, n, len(layout.groups), num_warps=1
         )
     state = training.states[0] if training.states else training.hyper
@@ -205,7 +218,9 @@ def update(
     if grouped:
         programs = min(programs, plan.caps.processors * plan.config.programs_per_processor)
     for shape in shapes:
-        tbe_update_kernel[(programs, shape.groups)](
+        run(
+        tbe_update_kernel,
+        (programs, shape.groups),
             lookup.weights,
             state,
             training.hyper,
@@ -235,7 +250,9 @@ def update(
         )
     if chosen.long_runs is Tier.SPLIT:
         programs = min(programs, plan.caps.processors * 8)
-        tbe_combine_kernel[(programs,)](
+        run(
+        tbe_combine_kernel,
+        (programs,),
             lookup.weights,
             state,
             training.hyper,
