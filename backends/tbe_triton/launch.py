@@ -202,9 +202,14 @@ def update(
     if grouped:
         bounds = torch.empty(len(layout.groups) + 1, dtype=torch.int64, device=device)
         run(
-        tbe_group_bounds_kernel,
-        (len(layout.groups) + 1,),
-            bounds, keys, tables.groups, n, len(layout.groups), num_warps=1
+            tbe_group_bounds_kernel,
+            (len(layout.groups) + 1,),
+            bounds,
+            keys,
+            tables.groups,
+            n,
+            len(layout.groups),
+            num_warps=1,
         )
     state = training.states[0] if training.states else training.hyper
     options = {
@@ -219,8 +224,8 @@ def update(
         programs = min(programs, plan.caps.processors * plan.config.programs_per_processor)
     for shape in shapes:
         run(
-        tbe_update_kernel,
-        (programs, shape.groups),
+            tbe_update_kernel,
+            (programs, shape.groups),
             lookup.weights,
             state,
             training.hyper,
@@ -251,8 +256,8 @@ def update(
     if chosen.long_runs is Tier.SPLIT:
         programs = min(programs, plan.caps.processors * 8)
         run(
-        tbe_combine_kernel,
-        (programs,),
+            tbe_combine_kernel,
+            (programs,),
             lookup.weights,
             state,
             training.hyper,

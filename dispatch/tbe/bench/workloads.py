@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tbe.bench.errors import SelectionError
+from tbe_core.types import Pooling
 
 UNIFORM, DISTINCT, ZIPF = "uniform", "distinct", "zipf"
 
@@ -50,7 +51,7 @@ class Workload:
     zipf_exponent: float = 0.0
     varying: bool = False
     weighted: bool = False
-    pooling: str = "sum"
+    pooling: Pooling = "sum"
     weights_dtype: torch.dtype = torch.float16
     output_dtype: torch.dtype = torch.float32
     index_dtype: torch.dtype = torch.int64

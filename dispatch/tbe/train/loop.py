@@ -139,7 +139,7 @@ class Trainer:
         labels = self._tensor(batch.labels)
         loss = binary_cross_entropy_with_logits(self._logits(batch), labels)
         self.dense_optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.dense_optimizer.step()
         self.loss_sum += loss.detach().double() * len(batch)
         self.at.loss_rows += len(batch)
