@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tbe_core import Layout, Optimizer, Plan, Spec, Table
+from tbe_core import Layout, Lookup, Optimizer, Plan, Spec, Table, Training
 from tbe_core.dtypes import STATE_DTYPE
 from tbe_core.types import BoundsCheck, Pooling
 from tbe_core.validate import check_inputs
 
 from . import ops, policy
 from .bounds import BadLookups
+from .eager import Call, TrainingLookup
 
 
 class TableBatchedEmbeddingBags(nn.Module):
@@ -113,15 +114,39 @@ class TableBatchedEmbeddingBags(nn.Module):
         Raises:
             ValueError: an input is wrong; nothing has been changed.
         """
+        asked = policy.request(self.requested_backend)
+        training = self.hook.requires_grad and torch.is_grad_enabled()
         if not torch.compiler.is_compiling():
             check_inputs(self.spec, self.weights.device, indices, offsets, per_sample_weights)
-        asked = policy.request(self.requested_backend)
+            if not torch._C._len_torch_dispatch_stack():
+                return self._eager(indices, offsets, per_sample_weights, asked, training)
         self._check(indices, offsets, asked)
-        training = self.hook.requires_grad and torch.is_grad_enabled()
         out: torch.Tensor = torch.ops.tbe.lookup(
             self.weights, self.states, self.hyper, self.hook, indices, offsets, per_sample_weights,
             self._handle, asked, training,
         )[0]  # fmt: skip
+        return out
+
+    def _eager(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None,
+        asked: str,
+        training: bool,
+    ) -> torch.Tensor:
+        if self.spec.bounds_check != "none":
+            self._check(indices, offsets, asked)
+        weights = self.weights.data
+        backend, plan = policy.backend_for(
+            self.spec, weights.device, indices.dtype, offsets.dtype, per_sample_weights is not None, asked
+        )
+        lookup = Lookup(self.spec, plan, weights, indices, offsets, per_sample_weights)
+        if not training:
+            return backend.forward(lookup, False)[0]
+        call = Call(backend, lookup, Training(tuple(self.states), self.hyper))
+        apply: Any = TrainingLookup.apply
+        out: torch.Tensor = apply(self.hook, per_sample_weights, call)
         return out
 
     def _check(self, indices: torch.Tensor, offsets: torch.Tensor, asked: str) -> None:
