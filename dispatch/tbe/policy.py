@@ -52,12 +52,24 @@ def request(own: str | None) -> str:
 request.__dict__["_dynamo_marked_constant"] = True
 
 
+def _log(plan: Plan) -> None:
+    """With TBE_LOG a plan is shown even where the program has not configured logging; else it is a detail."""
+    if not environment.log():
+        logger.debug("%s", plan)
+        return
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+    if not logger.isEnabledFor(logging.INFO):
+        logger.setLevel(logging.INFO)
+    logger.info("%s", plan)
+
+
 @lru_cache(maxsize=1024)
 def _plan(problem: Problem, caps: Capabilities, asked: str, disabled: frozenset[str]) -> Plan:
     source, _, name = asked.partition("|")
     policy = Policy(name or None, source, disabled)
     plan = choose(problem, caps, registry.load_all(), policy)
-    logger.log(logging.INFO if environment.log() else logging.DEBUG, "%s", plan)
+    _log(plan)
     return plan
 
 
