@@ -21,6 +21,15 @@ class BadLookups:
         self._event: torch.cuda.Event | None = None
         self._reported = 0
 
+    def forked(self) -> BadLookups:
+        """For a copy of the module: it carries the counters along, so also what of them was reported.
+
+        Pinned memory and events stay behind: they are this process's.
+        """
+        copy = BadLookups()
+        copy._reported = self._reported
+        return copy
+
     def poll(self, bad: torch.Tensor) -> None:
         """Report what has arrived, and send for what is new. Never waits; does nothing while capturing."""
         if bad.device.type != "cuda":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tbe_core import Lookup, Spec, Training
-from tbe_core.validate import check_index_values, check_offset_values
+from tbe_core.validate import check_index_values, check_inputs, check_offset_values
 
 from . import policy
 
@@ -85,6 +85,8 @@ def _lookup_fake(
     backend: str,
 ) -> torch.Tensor:
     known = _specs[spec]
+    # A compiled module leaves its own check out of the graph: here it runs once, when the graph is made.
+    check_inputs(known, weights.device, indices, offsets, per_sample_weights)
     batch = (offsets.shape[0] - 1) // known.layout.features
     height = indices.shape[0] if known.pooling == "none" else batch
     return weights.new_empty((height, known.output_width), dtype=known.output_dtype)

@@ -42,8 +42,8 @@ def load(name: str) -> Backend | Absent:
     elif name in _third_party():
         try:
             found = _third_party()[name].load()
-        except ImportError as error:
-            return Absent(name, f"its entry point cannot be imported: {error}")
+        except (ImportError, AttributeError) as error:
+            return Absent(name, f"its entry point {_third_party()[name].value} cannot be loaded: {error}")
     else:
         return Absent(name, f"unknown, expected one of {', '.join(names())}")
     if not isinstance(found, Backend) or found.name != name:
