@@ -7,7 +7,7 @@ import os
 VARIABLES: dict[str, str] = {
     "TBE_BACKEND": "Name of the backend to use; refused with reasons where it cannot serve.",
     "TBE_DISABLE": "Comma-separated names of backends that are never chosen.",
-    "TBE_LOG": "1: log every plan once, to the logger 'tbe' at level INFO.",
+    "TBE_LOG": "1: log every plan once, to the logger 'tbe' at level INFO; to stderr where no logging is set up.",
     "TRITON_INTERPRET": "Triton's own: 1 runs its kernels in the interpreter, on CPU tensors, slowly.",
 }
 

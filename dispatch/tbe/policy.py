@@ -57,8 +57,18 @@ def _plan(problem: Problem, caps: Capabilities, asked: str, disabled: frozenset[
     source, _, name = asked.partition("|")
     policy = Policy(name or None, source, disabled)
     plan = choose(problem, caps, registry.load_all(), policy)
+    if environment.log():
+        _make_visible()
     logger.log(logging.INFO if environment.log() else logging.DEBUG, "%s", plan)
     return plan
+
+
+def _make_visible() -> None:
+    """Without a handler Python drops what is below WARNING: who sets TBE_LOG wants to see something."""
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+    if not logger.isEnabledFor(logging.INFO):
+        logger.setLevel(logging.INFO)
 
 
 def plan_for(problem: Problem, device: torch.device, asked: str) -> Plan:
