@@ -212,7 +212,9 @@ class TableBatchedEmbeddingBags(nn.Module):
                 copies.append((view, value))
         unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k.removeprefix(prefix) not in views]
         error_msgs += errors
-        if errors or (strict and (missing_keys or unexpected_keys)):
+        # Missing and unexpected keys do not stop it: torch passes strict=True whatever its caller asked for,
+        # and raises by itself afterwards.
+        if errors:
             return
         with torch.no_grad():
             for view, value in copies:
