@@ -32,8 +32,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         weights_dtype: float32, float16 or bfloat16.
         output_dtype: float32, float16 or bfloat16; sums accumulate in fp32 and round once.
         bounds_check: ``"error"`` raises before anything is written (synchronises a GPU); ``"warn"`` counts bad
-            ids, which contribute and train nothing, and warns when that costs no wait; ``"ignore"`` is silent;
-            ``"none"`` leaves bad input undefined.
+            ids, which contribute and train nothing, and warns when that costs no wait (a compiled module only
+            in ``flush``); ``"ignore"`` is silent; ``"none"`` leaves bad input undefined.
         backend: a backend's name; refused with reasons where it cannot serve. Default: the best that can.
         device: where the tables live.
         deterministic: bitwise repeatable on one device. False allows an unfixed order of additions.
