@@ -26,3 +26,8 @@ def log() -> bool:
 
 def triton_interpret() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def present() -> dict[str, str]:
+    """Those of ``VARIABLES`` that are set, with their values: what a bug report needs."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}

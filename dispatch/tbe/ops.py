@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tbe_core import Lookup, Spec, Training
-from tbe_core.validate import check_index_values, check_offset_values
+from tbe_core.validate import check_index_values, check_inputs, check_offset_values
 
 from . import policy
 from .eager import SECOND_BACKWARD
@@ -90,6 +90,8 @@ def _lookup_fake(
     known, n = _specs[spec], indices.shape[0]
     weighted = per_sample_weights is not None
     chosen, plan = policy.backend_for(known, weights.device, indices.dtype, offsets.dtype, weighted, backend)
+    # A compiled module leaves its own check out of the graph: here it runs once, when the graph is made.
+    check_inputs(known, weights.device, indices, offsets, per_sample_weights)
     batch = (offsets.shape[0] - 1) // known.layout.features
     height = n if known.pooling == "none" else batch
     nbytes = chosen.carry_bytes(known, plan.config, n, batch, weighted) if training else 0
