@@ -6,7 +6,7 @@ from .layout import Group, Layout
 from .optimizers import SGD, Optimizer, RowwiseAdagrad
 from .plan import Absent, BackendError, Plan, Policy, Rejection, choose
 from .spec import Spec
-from .tiers import Route, Tier, route, tier_of_run
+from .tiers import Route, Tier, route, small_tables, takes_dense_tier, tier_of_run
 from .types import Capabilities, Problem, Table
 
 __all__ = [
@@ -34,5 +34,7 @@ __all__ = [
     "Training",
     "choose",
     "route",
+    "small_tables",
+    "takes_dense_tier",
     "tier_of_run",
 ]

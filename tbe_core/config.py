@@ -30,6 +30,12 @@ class DeviceConfig:
     spans more is combined by a launch of its own, which adds many partials side by side."""
     overlap_lookups: int = 65536
     """From this many lookups the sort runs on a stream of its own, beside the forward that precedes it."""
+    dense_rows: int = 128
+    """Tables of up to so many rows can take the dense tier: counts times gradients on tensor cores."""
+    dense_length: int = 8
+    """They do when bags hold at least so many lookups on average: it reads each gradient once."""
+    dense_batch: int = 1024
+    """And a feature has at least so many bags."""
     elements_per_lane: int = 8
     """Elements of a row that one lane holds before another warp is added."""
 

@@ -11,6 +11,8 @@ import enum
 from dataclasses import dataclass
 
 from .config import DeviceConfig
+from .layout import Layout
+from .spec import Spec
 from .types import Capabilities
 
 
@@ -23,6 +25,8 @@ class Tier(enum.Enum):
     """Programs leave partial sums; a second launch combines them in order and steps the row."""
     FUSED = "fused"
     """Programs leave partial sums; the last to arrive combines them in order, in the same launch."""
+    DENSE = "dense"
+    """A table of few rows: counts transposed times gradient, without a sort."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,19 @@ def route(lookups: int, config: DeviceConfig, caps: Capabilities) -> Route:
         stretch //= 2
     programs = -(-lookups // stretch)
     return Route(stretch, programs, Tier.FUSED if programs <= config.fused_programs else Tier.SPLIT)
+
+
+def small_tables(layout: Layout, config: DeviceConfig) -> frozenset[int]:
+    """The looked-up tables that are small enough for the dense tier."""
+    return frozenset(t for t in layout.feature_table_map if layout.tables[t].rows <= config.dense_rows)
+
+
+def takes_dense_tier(spec: Spec, lookups: int, batch: int, weighted: bool, config: DeviceConfig) -> bool:
+    """Whether the small tables of a call take the dense tier: its bags repeat rows, and nothing is weighted,
+    since only counts are exact in the tensor cores' number formats."""
+    if weighted or spec.pooling == "none" or batch < config.dense_batch:
+        return False
+    return lookups >= config.dense_length * batch * spec.layout.features
 
 
 def is_long(start: int, length: int, stretch: int) -> bool:

@@ -16,7 +16,7 @@ from tbe_core import Lookup
 from . import launch, sort
 from .carry import CarryLayout
 from .launcher import Part, current_stream
-from .shapes import DeviceTables
+from .tables import DeviceTables
 
 
 class _Side:
@@ -54,7 +54,9 @@ def _side_of(device: torch.device) -> _Side:
 class SortAhead:
     """The sort of one call, launched. ``finish`` joins it; until then every buffer is held."""
 
-    def __init__(self, lookup: Lookup, tables: DeviceTables, variant: tuple[Any, ...]) -> None:
+    def __init__(
+        self, lookup: Lookup, tables: DeviceTables, features: torch.Tensor, variant: tuple[Any, ...]
+    ) -> None:
         spec, config, n = lookup.spec, lookup.plan.config, lookup.indices.numel()
         device, bits = lookup.indices.device, spec.layout.total_rows.bit_length()
         layout = CarryLayout.of(spec, config, n, lookup.batch, lookup.per_sample_weights is not None)
@@ -65,7 +67,7 @@ class SortAhead:
             return
         if sort.radix_unavailable(lookup.plan.caps) is not None:
             self._held = layout.allocate(device)
-            launch.linearise(lookup, tables, given, self._held, variant)
+            launch.linearise(lookup, tables, features, given, self._held, variant)
             self._result = sort.torch_sort(given, self._held)
             return
         sorter = sort.radix_sorter(layout, device)
@@ -76,7 +78,7 @@ class SortAhead:
             self._side = _side_of(device)
             self._side.fork()
         stream = current_stream() if self._side is None else self._side.stream.cuda_stream
-        launch.linearise(lookup, tables, given, spare, variant, stream)
+        launch.linearise(lookup, tables, features, given, spare, variant, stream)
         self._result = sorter(given, spare, temporary, bits, stream)
 
     def finish(self) -> torch.Tensor:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from packaging.version import Version
 
-from tbe_core import Capabilities, DeviceConfig, Lookup, Problem, Spec, Training, route
+from tbe_core import (
+    Capabilities,
+    DeviceConfig,
+    Lookup,
+    Problem,
+    Spec,
+    Training,
+    small_tables,
+    takes_dense_tier,
+)
 
 from . import configs, sort
 from .carry import CarryLayout
-from .shapes import MAX_DIM, device_tables
+from .shapes import MAX_DIM
+from .tables import DeviceTables, device_tables
+
+if TYPE_CHECKING:
+    from .ahead import SortAhead
 
 MIN_TRITON = Version("3.6")
 OPTIMIZERS = ("sgd", "rowwise_adagrad")
@@ -65,11 +79,13 @@ class TritonBackend:
             launch.check(lookup, device_tables(lookup), bad)
 
     def carry_bytes(self, spec: Spec, config: DeviceConfig, lookups: int, batch: int, weighted: bool) -> int:
+        all_small = small_tables(spec.layout, config) == set(spec.layout.feature_table_map)
+        if all_small and takes_dense_tier(spec, lookups, batch, weighted, config):
+            return 0
         return CarryLayout.of(spec, config, lookups, batch, weighted).nbytes
 
     def forward(self, lookup: Lookup, carry: bool) -> tuple[torch.Tensor, torch.Tensor]:
         from . import launch
-        from .ahead import SortAhead
 
         spec, device, n = lookup.spec, lookup.weights.device, lookup.indices.numel()
         tables = device_tables(lookup)
@@ -79,7 +95,7 @@ class TritonBackend:
         )
         with on_device(out):
             variant = launch.variant_of(lookup, tables)
-            ahead = SortAhead(lookup, tables, variant) if carry else None
+            ahead = self._sort_ahead(lookup, tables, variant) if carry else None
             if not out.numel():
                 pass
             elif pooled:
@@ -89,19 +105,32 @@ class TritonBackend:
                 launch.forward_rows(lookup, tables, out, variant)
             return out, torch.empty(0, dtype=torch.uint8, device=device) if ahead is None else ahead.finish()
 
+    def _sort_ahead(self, lookup: Lookup, tables: DeviceTables, variant: tuple[Any, ...]) -> SortAhead | None:
+        from .ahead import SortAhead
+
+        dense = tables.dense is not None and _dense(lookup)
+        if dense and tables.all_dense:
+            return None
+        return SortAhead(lookup, tables, tables.sorted_features if dense else tables.linearise, variant)
+
     def backward_update(
         self, lookup: Lookup, grad: torch.Tensor, training: Training, carry: torch.Tensor
     ) -> None:
+        from .dense import update_dense
         from .update import update
 
         n, plan = lookup.indices.numel(), lookup.plan
         if not n:
             return
-        weighted = lookup.per_sample_weights is not None
-        kept = CarryLayout.of(lookup.spec, plan.config, n, lookup.batch, weighted).view(carry)
+        tables, grad = device_tables(lookup), grad.contiguous()
         with on_device(grad):
-            chosen = route(n, plan.config, plan.caps)
-            update(lookup, device_tables(lookup), grad.contiguous(), training, kept, chosen)
+            if tables.dense is not None and _dense(lookup):
+                update_dense(lookup, tables, tables.dense, grad, training)
+                if tables.all_dense:
+                    return
+            weighted = lookup.per_sample_weights is not None
+            kept = CarryLayout.of(lookup.spec, plan.config, n, lookup.batch, weighted).view(carry)
+            update(lookup, tables, grad, training, kept)
 
     def per_sample_weight_grad(self, lookup: Lookup, grad: torch.Tensor) -> torch.Tensor:
         from . import launch
@@ -114,6 +143,11 @@ class TritonBackend:
             for shape, features in zip(tables.forward_shapes, tables.forward, strict=True):
                 launch.weight_grad(lookup, shape, features, grad.contiguous(), out)
         return out
+
+
+def _dense(lookup: Lookup) -> bool:
+    weighted = lookup.per_sample_weights is not None
+    return takes_dense_tier(lookup.spec, lookup.indices.numel(), lookup.batch, weighted, lookup.plan.config)
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:

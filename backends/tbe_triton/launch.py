@@ -12,7 +12,8 @@ from .carry import Carry, CarryLayout
 from .kernels.forward import tbe_forward_pool_kernel, tbe_forward_rows_kernel, tbe_weight_grad_kernel
 from .kernels.jagged import tbe_check_kernel, tbe_linearise_kernel
 from .launcher import INT32_MAX, run
-from .shapes import DeviceTables, ForwardShape, next_power_of_two
+from .shapes import ForwardShape, next_power_of_two
+from .tables import DeviceTables
 
 LINEARISE_CHUNK = 512
 ROWS_CHUNK = 16
@@ -40,11 +41,6 @@ def variant_of(lookup: Lookup, tables: DeviceTables) -> tuple[Any, ...]:
     )
 
 
-def _top_step(bags: int) -> int:
-    """The largest power of two <= max(bags, 1)."""
-    return 1 << (max(bags, 1).bit_length() - 1)
-
-
 def check(lookup: Lookup, tables: DeviceTables, bad: torch.Tensor) -> None:
     """Add to ``bad`` the ids outside their tables and the offsets out of order or range."""
     n, bags = lookup.indices.numel(), lookup.offsets.numel() - 1
@@ -59,7 +55,6 @@ def check(lookup: Lookup, tables: DeviceTables, bad: torch.Tensor) -> None:
         n,
         bags,
         max(lookup.batch, 1),
-        _top_step(bags),
         WIDE=size > WIDE_FROM,
         CHUNK=LINEARISE_CHUNK,
         num_warps=4,
@@ -70,12 +65,13 @@ def check(lookup: Lookup, tables: DeviceTables, bad: torch.Tensor) -> None:
 def linearise(
     lookup: Lookup,
     tables: DeviceTables,
+    features: torch.Tensor,
     into: Carry,
     spare: Carry,
     variant: tuple[Any, ...],
     stream: int | None = None,
 ) -> None:
-    """Keys and values of every lookup into ``into``; clears the counters of both."""
+    """Keys and values of every lookup of ``features`` into ``into``; clears the counters of both."""
     spec, n, bags = lookup.spec, lookup.indices.numel(), lookup.offsets.numel() - 1
     weighted = lookup.per_sample_weights is not None
     counters = into.counters.count
@@ -90,11 +86,10 @@ def linearise(
         into.values,
         into.counters,
         spare.counters,
-        tables.linearise,
+        features,
         n,
         bags,
         max(lookup.batch, 1),
-        _top_step(bags),
         tables.row_units,
         spec.layout.total_rows,
         counters,
@@ -149,7 +144,7 @@ def forward_rows(lookup: Lookup, tables: DeviceTables, out: torch.Tensor, varian
     layout, n = lookup.spec.layout, lookup.indices.numel()
     group = next(g for g in layout.groups if g.dim == layout.dims[0])
     places = CarryLayout.of(lookup.spec, lookup.plan.config, n, lookup.batch, weighted=False).allocate(out.device)
-    linearise(lookup, tables, places, places, variant)
+    linearise(lookup, tables, tables.linearise, places, places, variant)
     run(
         tbe_forward_rows_kernel,
         (-(-n // ROWS_CHUNK),),

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
-from tbe_core import DeviceConfig, Layout, Lookup, Spec
+from tbe_core import DeviceConfig, Layout, Optimizer, Spec
 
 from .launcher import INT32_MAX
 
@@ -24,6 +21,15 @@ def next_power_of_two(value: int) -> int:
 def alignment(*values: int) -> int:
     """The largest power of two, at most 16, that divides every value: elements, for 16-byte loads."""
     return math.gcd(16, *values)
+
+
+def optimizer_constants(optimizer: Optimizer) -> dict[str, str | bool]:
+    """The optimizer as a kernel's constants."""
+    return {
+        "OPTIMIZER": optimizer.NAME,
+        "DECAY_MODE": str(optimizer.flags.get("weight_decay_mode", "none")),
+        "LIMITS_NORM": bool(optimizer.flags.get("limits_norm", False)),
+    }
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class UpdateShape:
 
     first_group: int
     groups: int
+    dims: frozenset[int]
     dim: int
     block: int
     align: int
@@ -104,8 +111,9 @@ def update_shapes(layout: Layout, config: DeviceConfig, warp_size: int) -> tuple
             UpdateShape(
                 first_group=groups[0],
                 groups=len(groups),
+                dims=frozenset(dims),
                 align=alignment(*dims),
-                dim=dims.pop() if len(dims) == 1 else 0,
+                dim=next(iter(dims)) if len(dims) == 1 else 0,
                 block=block,
                 unroll=config.unroll if block <= 2048 else 1,
                 warps=warps_for(block, config, warp_size),
@@ -120,61 +128,3 @@ def gradient_units(spec: Spec) -> tuple[int, int]:
     pooled = spec.pooling != "none"
     unit = math.gcd(spec.layout.output_width, *spec.layout.feature_columns) if pooled else spec.layout.dims[0]
     return unit, spec.output_width // unit
-
-
-_numbers = itertools.count()
-
-
-class DeviceTables:
-    """The layout's numbers as tensors on one device, and the launch shapes; made once for a spec."""
-
-    def __init__(self, spec: Spec, config: DeviceConfig, warp_size: int, device: torch.device) -> None:
-        layout = spec.layout
-        self.number = next(_numbers)
-        """Tells these tables from every other: compiled kernels are kept by it."""
-        self.unit, self.row_units = gradient_units(spec)
-        self.forward_shapes = forward_shapes(layout, config)
-        self.update_shapes = update_shapes(layout, config, warp_size)
-        self.linearise = torch.tensor(
-            [
-                [table.rows, layout.row_bases[t], layout.feature_columns[f] // self.unit]
-                for f, t in enumerate(layout.feature_table_map)
-                for table in (layout.tables[t],)
-            ],
-            dtype=torch.int64,
-            device=device,
-        )
-        self.forward = [
-            torch.tensor(
-                [
-                    [
-                        f,
-                        layout.feature_table(f).rows,
-                        layout.element_bases[layout.feature_table_map[f]],
-                        layout.feature_columns[f],
-                        layout.feature_dims[f],
-                    ]
-                    for f in shape.features
-                ],
-                dtype=torch.int64,
-                device=device,
-            )
-            for shape in self.forward_shapes
-        ]
-        self.groups = torch.tensor(
-            [[g.row_base, g.row_base + g.rows, g.element_base, g.dim] for g in layout.groups],
-            dtype=torch.int64,
-            device=device,
-        )
-
-
-_tables: dict[tuple[int, DeviceConfig, int, torch.device], DeviceTables] = {}
-
-
-def device_tables(lookup: Lookup) -> DeviceTables:
-    plan, device = lookup.plan, lookup.weights.device
-    key = (lookup.spec.handle, plan.config, plan.caps.warp_size, device)
-    found = _tables.get(key)
-    if found is None:
-        found = _tables[key] = DeviceTables(lookup.spec, plan.config, plan.caps.warp_size, device)
-    return found

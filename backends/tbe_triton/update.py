@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from tbe_core import Lookup, Route, Tier, Training
+from tbe_core import Lookup, Training
 
 from .carry import Carry, has_factors
 from .kernels.update import tbe_combine_kernel, tbe_group_bounds_kernel, tbe_update_kernel
 from .launch import variant_of
 from .launcher import Part, run
-from .shapes import DeviceTables, alignment, warps_for
+from .shapes import alignment, optimizer_constants, warps_for
+from .tables import DeviceTables
 
 COMBINE_PIECES = 16
 
@@ -18,35 +19,30 @@ COMBINE_PIECES = 16
 class Workspace:
     """Partials of long runs, their owners and the groups' bounds, in one buffer."""
 
-    def __init__(self, slots: int, width: int, groups: int, device: torch.device) -> None:
+    def __init__(self, slots: int, partials: int, groups: int, device: torch.device) -> None:
         at_partials = (slots * 4 + groups + 1) * 8
         at_partials += -at_partials % 16
-        buffer = torch.empty(at_partials + slots * 2 * width * 4, dtype=torch.uint8, device=device)
+        buffer = torch.empty(at_partials + partials * 4, dtype=torch.uint8, device=device)
         self.owners = Part(buffer, 0, slots * 4, torch.int64)
         self.bounds = Part(buffer, slots * 32, groups + 1, torch.int64)
-        self.partials = Part(buffer, at_partials, slots * 2 * width, torch.float32)
+        self.partials = Part(buffer, at_partials, partials, torch.float32)
 
 
-def update(
-    lookup: Lookup,
-    tables: DeviceTables,
-    grad: torch.Tensor,
-    training: Training,
-    carry: Carry,
-    chosen: Route,
-) -> None:
+def update(lookup: Lookup, tables: DeviceTables, grad: torch.Tensor, training: Training, carry: Carry) -> None:
     """Sum each run's gradient and step its row: the update, then the combine when long runs are split."""
-    plan, groups = lookup.plan, len(lookup.spec.layout.groups)
-    n, grouped, fused = lookup.indices.numel(), groups > 1, chosen.long_runs is Tier.FUSED
-    width = max(s.block for s in tables.update_shapes)
-    space = Workspace(chosen.programs + groups, width, groups, lookup.weights.device)
+    plan, n, groups = lookup.plan, lookup.indices.numel(), len(lookup.spec.layout.groups)
+    cut, routes = tables.cut(n)
+    slots = -(-n // cut.least_stretch) + groups
+    space = Workspace(slots, n * cut.partials + groups * 2 * cut.widest, groups, grad.device)
     of_grad = (grad.dtype, grad.data_ptr() % 16 == 0)
-    variant = (*variant_of(lookup, tables), *of_grad, carry.values.dtype, chosen.stretch, fused)
-    if grouped:
+    variant = (*variant_of(lookup, tables), *of_grad, carry.values.dtype, cut.number)
+    rows = (lookup.weights, training.states[0] if training.states else training.hyper, training.hyper)
+    constants = optimizer_constants(lookup.spec.optimizer)
+    if groups > 1:
         run(
             tbe_group_bounds_kernel,
             (groups + 1,),
-            tables.groups,
+            cut.groups,
             carry.keys,
             space.bounds,
             n,
@@ -54,18 +50,9 @@ def update(
             num_warps=1,
             variant=variant,
         )
-    rows = (lookup.weights, training.states[0] if training.states else training.hyper, training.hyper)
-    options = {
-        "WIDTH": width,
-        "STRETCH": chosen.stretch,
-        "OPTIMIZER": lookup.spec.optimizer.NAME,
-        "DECAY_MODE": str(lookup.spec.optimizer.flags.get("weight_decay_mode", "none")),
-        "LIMITS_NORM": bool(lookup.spec.optimizer.flags.get("limits_norm", False)),
-    }
-    programs = chosen.programs
-    if grouped:
-        programs = min(programs, plan.caps.processors * plan.config.programs_per_processor)
-    for shape in tables.update_shapes:
+    for shape, route in zip(tables.update_shapes, routes, strict=True):
+        # One stretch a program; of several groups each has its share of programs, which take turns.
+        programs = route.programs if groups == 1 else -(-route.programs // shape.groups)
         run(
             tbe_update_kernel,
             (programs, shape.groups),
@@ -76,27 +63,31 @@ def update(
             carry.counters,
             space.owners,
             space.partials,
-            tables.groups,
-            space.bounds if grouped else tables.groups,
+            cut.groups,
+            space.bounds if groups > 1 else cut.groups,
             n,
             tables.unit,
             programs,
             shape.first_group,
             D=shape.dim,
             BLOCK_D=shape.block,
+            WIDEST=cut.widest,
+            PARTIALS=cut.partials,
+            LEAST_STRETCH=cut.least_stretch,
+            STRETCH=route.stretch,
             UNROLL=shape.unroll,
-            GROUPED=grouped,
+            GROUPED=groups > 1,
             WEIGHTED=has_factors(lookup.spec, lookup.per_sample_weights is not None),
-            FUSED=fused,
+            FUSED=cut.fused,
             ALIGN=shape.align,
             GRAD_ALIGN=alignment(tables.unit),
             num_warps=shape.warps,
             variant=(*variant, shape.block),
-            **options,
+            **constants,
         )
-    if fused:
+    if cut.fused:
         return
-    programs = min(programs, plan.caps.processors * 8)
+    programs = min(slots, plan.caps.processors * 8)
     run(
         tbe_combine_kernel,
         (programs,),
@@ -105,11 +96,11 @@ def update(
         carry.counters,
         space.owners,
         space.partials,
-        tables.groups,
+        cut.groups,
         programs,
-        BLOCK_D=width,
-        PIECES=max(COMBINE_PIECES * 128 // max(width, 128), 1),
-        num_warps=max(4, warps_for(width, plan.config, plan.caps.warp_size)),
+        BLOCK_D=cut.widest,
+        PIECES=max(COMBINE_PIECES * 128 // max(cut.widest, 128), 1),
+        num_warps=max(4, warps_for(cut.widest, plan.config, plan.caps.warp_size)),
         variant=variant,
-        **options,
+        **constants,
     )

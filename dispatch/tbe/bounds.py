@@ -8,8 +8,8 @@ import torch
 
 from tbe_core import BAD_LOOKUPS, BAD_OFFSETS
 
-# Frames from the warning to the user's line: through forward, its eager part, the check and nn.Module's two call wrappers;
-# or through the module's own flush.
+# Frames from the warning to the user's line: through forward, its eager part, the check and nn.Module's two call
+# wrappers; or through the module's own flush.
 _FROM_CALL, _FROM_FLUSH = 8, 4
 
 

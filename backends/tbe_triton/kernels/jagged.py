@@ -9,26 +9,36 @@ import triton.language as tl
 
 
 @triton.jit
-def bags_of(offsets_ptr, positions, first_position, last_position, bags, top_step):
+def bag_at(offsets_ptr, position, bags, PROBES: tl.constexpr):
+    """The largest bag in [0, bags] whose offset is <= the position. All lanes probe at once, so that a million
+    bags take three round trips to memory and not twenty."""
+    lane = tl.arange(0, PROBES)
+    low = tl.zeros([], dtype=tl.int32)
+    span = low + bags + 1
+    while span > 1:
+        stride = (span + PROBES - 1) // PROBES
+        at = low + lane * stride
+        below = (
+            tl.load(offsets_ptr + at, mask=(at <= bags) & (lane * stride < span), other=position + 1) <= position
+        )
+        low += tl.maximum(tl.sum(below.to(tl.int32), axis=0) - 1, 0) * stride
+        span = tl.minimum(stride, bags + 1 - low)
+    return low
+
+
+@triton.jit
+def bags_of(offsets_ptr, positions, first_position, last_position, bags, CHUNK: tl.constexpr):
     """The bag of every position: the largest bag whose offset is <= the position, in [0, bags].
 
-    Two scalar searches bound the window of the whole block; the per-lane search runs inside it, in L1.
-    ``top_step`` is the largest power of two <= max(bags, 1).
+    Two searches bound the window of the whole block; the search of every lane runs inside it, in L1.
     """
-    first = tl.zeros([], dtype=tl.int32)
-    last = tl.zeros([], dtype=tl.int32)
-    step = top_step
-    while step > 0:
-        a = tl.minimum(first + step, bags)
-        b = tl.minimum(last + step, bags)
-        first = tl.where(tl.load(offsets_ptr + a) <= first_position, a, first)
-        last = tl.where(tl.load(offsets_ptr + b) <= last_position, b, last)
-        step = step // 2
+    first = bag_at(offsets_ptr, first_position, bags, CHUNK)
+    last = bag_at(offsets_ptr, last_position, bags, CHUNK)
     found = tl.zeros_like(positions).to(tl.int32) + first
-    span = last - first
-    step = top_step
-    while step > span:
-        step = step // 2
+    step = tl.zeros([], dtype=tl.int32) + 1
+    while step <= last - first:
+        step = step * 2
+    step = step // 2
     while step > 0:
         candidate = tl.minimum(found + step, last)
         found = tl.where(tl.load(offsets_ptr + candidate) <= positions, candidate, found)
@@ -36,7 +46,7 @@ def bags_of(offsets_ptr, positions, first_position, last_position, bags, top_ste
     return found
 
 
-@triton.jit(do_not_specialize=["lookups", "bags", "batch", "top_step", "total_rows", "counters"])
+@triton.jit(do_not_specialize=["lookups", "bags", "batch", "total_rows", "counters"])
 def tbe_linearise_kernel(
     indices_ptr,
     offsets_ptr,
@@ -49,7 +59,6 @@ def tbe_linearise_kernel(
     lookups,
     bags,
     batch,
-    top_step,
     row_units,
     total_rows,
     counters,
@@ -73,7 +82,7 @@ def tbe_linearise_kernel(
         positions = first + lane
         mask = positions < lookups
         last = tl.minimum(first + CHUNK, lookups) - 1
-        bag = bags_of(offsets_ptr, positions, first, last, bags, top_step)
+        bag = bags_of(offsets_ptr, positions, first, last, bags, CHUNK)
         inside = mask & (bag < bags)
         feature = bag // batch
         meta = features_ptr + feature * 3
@@ -101,7 +110,7 @@ def tbe_linearise_kernel(
         tl.store(values_ptr + positions, value.to(values_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["lookups", "bags", "batch", "top_step"])
+@triton.jit(do_not_specialize=["lookups", "bags", "batch"])
 def tbe_check_kernel(
     bad_ptr,
     indices_ptr,
@@ -110,7 +119,6 @@ def tbe_check_kernel(
     lookups,
     bags,
     batch,
-    top_step,
     WIDE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -131,7 +139,7 @@ def tbe_check_kernel(
     if first < lookups:
         mask = positions < lookups
         last = tl.minimum(first + CHUNK, lookups) - 1
-        bag = bags_of(offsets_ptr, positions, first, last, bags, top_step)
+        bag = bags_of(offsets_ptr, positions, first, last, bags, CHUNK)
         inside = mask & (bag < bags)
         rows = tl.load(features_ptr + (bag // batch) * 3, mask=inside, other=0)
         ids = tl.load(indices_ptr + positions, mask=inside, other=-1).to(tl.int64)

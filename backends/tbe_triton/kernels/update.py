@@ -3,9 +3,10 @@ that are too long for one program.
 
 A run is one row's lookups. The rule of ``tbe_core.tiers``: the program where a run starts walks on past its
 stretch to finish it, unless the run covers a whole further stretch; then every program that it touches leaves a
-partial sum. Slots: program p's partials are ``[p, 0]``, of the run that came in from before, and ``[p, 1]``, of
-the run that starts here and goes on. ``groups_ptr`` is int64 ``[G, 4]``: first row, row limit, first element,
-dim. Keys at or above the limit of the last group contribute nothing and sort last.
+partial sum. A stretch has two places for partials, of its group's BLOCK_D elements each: of the run that came in
+from before, and of the run that starts here and goes on. ``groups_ptr`` is int64 ``[G, 6]``: first row, row
+limit, first element, dim, stretch, BLOCK_D. Keys at or above the limit of the last group contribute nothing and
+sort last.
 """
 
 import triton
@@ -18,7 +19,7 @@ from .row_updates import step_row
 def tbe_group_bounds_kernel(groups_ptr, keys_ptr, bounds_ptr, lookups, groups):
     """Grid: groups + 1. Where each group's lookups begin in the sorted keys, and where the last one's end."""
     g = tl.program_id(0)
-    row = tl.load(groups_ptr + tl.minimum(g, groups - 1) * 4 + tl.where(g == groups, 1, 0))
+    row = tl.load(groups_ptr + tl.minimum(g, groups - 1) * 6 + tl.where(g == groups, 1, 0))
     low = tl.zeros([], tl.int64)
     high = low + lookups
     while low < high:
@@ -41,17 +42,17 @@ def gradient_place(value, unit, WEIGHTED: tl.constexpr):
 
 
 @triton.jit
-def run_pieces(keys_ptr, key, after, high, STRETCH: tl.constexpr):
+def run_pieces(keys_ptr, key, after, high, stretch):
     """How many stretches a run touches, that of its start included; ``after`` is where the next one begins."""
     step = (high - high + 1).to(tl.int32)
-    while (after + (step - 1) * STRETCH < high) & (
-        tl.load(keys_ptr + tl.minimum(after + (step - 1) * STRETCH, high - 1)) == key
+    while (after + (step - 1) * stretch < high) & (
+        tl.load(keys_ptr + tl.minimum(after + (step - 1) * stretch, high - 1)) == key
     ):
         step = step * 2
     pieces = step // 2
     step = step // 4
     while step > 0:
-        at = after + (pieces + step - 1) * STRETCH
+        at = after + (pieces + step - 1) * stretch
         inside = at < high
         same = tl.load(keys_ptr + tl.minimum(at, high - 1)) == key
         pieces = tl.where(inside & same, pieces + step, pieces)
@@ -68,26 +69,28 @@ def arrive(
     partials_ptr,
     keys_ptr,
     key,
-    owner,
+    slot,
+    stretch,
     pieces,
     element,
     cols,
     dim,
-    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     OPTIMIZER: tl.constexpr,
     DECAY_MODE: tl.constexpr,
     LIMITS_NORM: tl.constexpr,
 ):
     """The fused tier: count this program in; the last sums every partial in order and steps the row. The
-    barrier puts all lanes' partial before the count (scalar atomics run on one lane)."""
+    barrier puts all lanes' partial before the count (scalar atomics run on one lane). ``slot`` and ``stretch``
+    are those where the run starts."""
     tl.debug_barrier()
-    arrived = tl.atomic_add(counters_ptr + 1 + owner, 1, sem="acq_rel", scope="gpu")
+    arrived = tl.atomic_add(counters_ptr + 1 + slot, 1, sem="acq_rel", scope="gpu")
     if arrived == pieces - 1:
         tl.debug_barrier()
         mask = cols < dim
-        total = tl.load(partials_ptr + (owner * 2 + 1).to(tl.int64) * WIDTH + cols, mask=mask, other=0.0)
+        total = tl.load(partials_ptr + (stretch * 2 + 1).to(tl.int64) * BLOCK_D + cols, mask=mask, other=0.0)
         for piece in range(1, pieces):
-            at = ((owner + piece) * 2).to(tl.int64) * WIDTH
+            at = ((stretch + piece) * 2).to(tl.int64) * BLOCK_D
             total += tl.load(partials_ptr + at + cols, mask=mask, other=0.0)
         w = tl.load(weights_ptr + element + cols, mask=mask, other=0.0).to(tl.float32)
         moment = 0.0
@@ -110,6 +113,7 @@ def update_stretch(
     counters_ptr,
     owners_ptr,
     partials_ptr,
+    partials_at,
     stretch,
     low,
     high,
@@ -122,7 +126,6 @@ def update_stretch(
     group,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    WIDTH: tl.constexpr,
     STRETCH: tl.constexpr,
     UNROLL: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -137,6 +140,7 @@ def update_stretch(
     flight before the first is added; a uniform branch steps the row at a run's end."""
     cols = tl.arange(0, BLOCK_D)
     mask = cols < dim
+    partials_ptr += partials_at
     begin = low + stretch * STRETCH
     end = tl.minimum(begin + STRETCH, high)
     first = tl.load(keys_ptr + begin)
@@ -203,7 +207,7 @@ def update_stretch(
                 acc += rows[j]
                 if run_ends[j]:
                     if head_long & (keys[j] == first):
-                        tl.store(partials_ptr + (slot * 2).to(tl.int64) * WIDTH + cols, acc, mask=mask)
+                        tl.store(partials_ptr + (stretch * 2).to(tl.int64) * BLOCK_D + cols, acc, mask=mask)
                     else:
                         step_row(
                             weights_ptr, state_ptr, hyper_ptr, elements[j], keys[j],
@@ -212,9 +216,9 @@ def update_stretch(
                         )  # fmt: skip
                     acc = tl.zeros([BLOCK_D], tl.float32)
         if through:
-            tl.store(partials_ptr + (slot * 2).to(tl.int64) * WIDTH + cols, acc, mask=mask)
+            tl.store(partials_ptr + (stretch * 2).to(tl.int64) * BLOCK_D + cols, acc, mask=mask)
         if tail_long:
-            tl.store(partials_ptr + (slot * 2 + 1).to(tl.int64) * WIDTH + cols, acc, mask=mask)
+            tl.store(partials_ptr + (stretch * 2 + 1).to(tl.int64) * BLOCK_D + cols, acc, mask=mask)
         if FUSED:
             if head_long:
                 # The stretch where the run starts: the first whose next boundary is inside the run.
@@ -233,7 +237,7 @@ def update_stretch(
                 element = element_base + (first.to(tl.int64) - row_base) * dim
                 arrive(
                     weights_ptr, state_ptr, hyper_ptr, counters_ptr, partials_ptr, keys_ptr, first,
-                    slot - (stretch - left), pieces, element, cols, dim, WIDTH,
+                    slot - (stretch - left), left, pieces, element, cols, dim, BLOCK_D,
                     OPTIMIZER, DECAY_MODE, LIMITS_NORM,
                 )  # fmt: skip
             if tail_long:
@@ -241,7 +245,7 @@ def update_stretch(
                 element = element_base + (last.to(tl.int64) - row_base) * dim
                 arrive(
                     weights_ptr, state_ptr, hyper_ptr, counters_ptr, partials_ptr, keys_ptr, last,
-                    slot, pieces, element, cols, dim, WIDTH,
+                    slot, stretch, pieces, element, cols, dim, BLOCK_D,
                     OPTIMIZER, DECAY_MODE, LIMITS_NORM,
                 )  # fmt: skip
         else:
@@ -250,7 +254,7 @@ def update_stretch(
                 entry = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
                 record = owners_ptr + entry.to(tl.int64) * 4
                 tl.store(record, end.to(tl.int64))
-                tl.store(record + 1, slot.to(tl.int64))
+                tl.store(record + 1, partials_at + (stretch * 2).to(tl.int64) * BLOCK_D)
                 tl.store(record + 2, high.to(tl.int64))
                 tl.store(record + 3, (slot - slot + group).to(tl.int64))
 
@@ -274,7 +278,9 @@ def tbe_update_kernel(
     first_group,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDEST: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    LEAST_STRETCH: tl.constexpr,
     STRETCH: tl.constexpr,
     UNROLL: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -287,10 +293,11 @@ def tbe_update_kernel(
     LIMITS_NORM: tl.constexpr,
 ):
     """Grid: (programs, groups of this width). One stretch a program; with several groups, whose shares the
-    host does not know, every group has the same programs, which take its stretches in turn."""
+    host does not know, every group has the same programs, which take its stretches in turn. A group's partials
+    start at PARTIALS elements a lookup before it, which no group exceeds, plus two of the WIDEST a group."""
     pid = tl.program_id(0)
     group = first_group + tl.program_id(1)
-    meta = groups_ptr + group * 4
+    meta = groups_ptr + group * 6
     row_base = tl.load(meta)
     limit = tl.load(meta + 1)
     element_base = tl.multiple_of(tl.load(meta + 2), 8)
@@ -301,19 +308,23 @@ def tbe_update_kernel(
     if GROUPED:
         low = tl.load(bounds_ptr + group)
         high = tl.load(bounds_ptr + group + 1)
-        for stretch in range(pid, (high - low + STRETCH - 1) // STRETCH, programs):
-            slot = low // STRETCH + group + stretch
+        partials_at = low * PARTIALS + group * 2 * WIDEST
+        for turn in range(pid, (high - low + STRETCH - 1) // STRETCH, programs):
+            stretch = pid - pid + turn
             update_stretch(
                 weights_ptr, state_ptr, hyper_ptr, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
-                partials_ptr, stretch, low, high, slot, row_base, limit, element_base, dim, unit, group,
-                D, BLOCK_D, WIDTH, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN,
+                partials_ptr, partials_at, stretch, low, high, low // LEAST_STRETCH + group + stretch,
+                row_base, limit, element_base, dim, unit, group,
+                D, BLOCK_D, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN,
                 OPTIMIZER, DECAY_MODE, LIMITS_NORM,
             )  # fmt: skip
     else:
+        none = pid - pid
         update_stretch(
             weights_ptr, state_ptr, hyper_ptr, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
-            partials_ptr, pid, lookups - lookups, lookups, pid, row_base, limit, element_base, dim, unit, group,
-            D, BLOCK_D, WIDTH, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN,
+            partials_ptr, none.to(tl.int64), pid, none + (lookups - lookups), lookups, pid,
+            row_base, limit, element_base, dim, unit, group,
+            D, BLOCK_D, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN,
             OPTIMIZER, DECAY_MODE, LIMITS_NORM,
         )  # fmt: skip
 
@@ -330,8 +341,6 @@ def tbe_combine_kernel(
     groups_ptr,
     programs,
     BLOCK_D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRETCH: tl.constexpr,
     PIECES: tl.constexpr,
     OPTIMIZER: tl.constexpr,
     DECAY_MODE: tl.constexpr,
@@ -341,23 +350,26 @@ def tbe_combine_kernel(
     order, PIECES at a time, and step its row."""
     cols = tl.arange(0, BLOCK_D)
     piece = tl.arange(0, PIECES)
+    zero = tl.zeros([], tl.int64)
     for entry in range(tl.program_id(0), tl.load(counters_ptr), programs):
-        record = owners_ptr + entry.to(tl.int64) * 4
+        record = owners_ptr + (zero + entry) * 4
         after = tl.load(record)
-        slot = tl.load(record + 1)
+        first = tl.load(record + 1)
         high = tl.load(record + 2)
-        meta = groups_ptr + tl.load(record + 3) * 4
+        meta = groups_ptr + tl.load(record + 3) * 6
         row_base = tl.load(meta)
         element_base = tl.load(meta + 2)
         dim = tl.load(meta + 3).to(tl.int32)
+        stretch = tl.load(meta + 4)
+        width = tl.load(meta + 5)
         mask = cols < dim
         key = tl.load(keys_ptr + after - 1)
-        pieces = run_pieces(keys_ptr, key, after, high, STRETCH)
+        pieces = run_pieces(keys_ptr, key, after, high, stretch)
         total = tl.zeros([BLOCK_D], tl.float32)
         for i in range(0, pieces, PIECES):
-            at = (slot + i + piece) * 2 + (i + piece == 0).to(tl.int64)
+            at = first + ((i + piece) * 2 + (i + piece == 0)) * width
             tile = tl.load(
-                partials_ptr + at[:, None] * WIDTH + cols[None, :],
+                partials_ptr + at[:, None] + cols[None, :],
                 mask=(i + piece < pieces)[:, None] & mask[None, :],
                 other=0.0,
             )
