@@ -44,8 +44,8 @@ def judge(
         excess = torch.where(wrong, (actual - expected).abs() / limit, 0.0).nan_to_num(nan=float("inf"))
         worst = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
         raise AssertionError(
-            f"{what}: {int(wrong.sum())} of {wrong.numel()} wrong; at {list(worst)} got {float(actual[worst])!r}, "
-            f"expected {float(expected[worst])!r} within {float(limit[worst]):.3e}"
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} wrong; at {list(worst)} "
+            f"got {float(actual[worst])!r}, expected {float(expected[worst])!r} within {float(limit[worst]):.3e}"
         )
 
 

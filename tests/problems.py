@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from judge import Call, consult, same_bits
 
 import tbe
+from judge import Call, consult, same_bits
 from tbe import policy, registry
 from tbe_core import Absent, DeviceConfig, Lookup, Optimizer, Table, Training
 from tbe_core.dtypes import INDEX_DTYPES, OUTPUT_DTYPES, SAMPLE_WEIGHT_DTYPES, WEIGHT_DTYPES
@@ -18,6 +18,7 @@ from tbe_core.optimizers import WEIGHT_DECAY_MODES
 from tbe_core.types import BOUNDS_CHECK_MODES, POOLING_MODES
 
 F32 = torch.float32
+PLAIN_SGD = tbe.SGD(lr=0.5)
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Trial:
     offsets: torch.Tensor
     per_sample_weights: torch.Tensor | None = None
     pooling: Any = "sum"
-    optimizer: Optimizer = tbe.SGD(lr=0.5)
+    optimizer: Optimizer = PLAIN_SGD
     weights_dtype: torch.dtype = F32
     output_dtype: torch.dtype = F32
     bounds_check: Any = "warn"
