@@ -73,11 +73,27 @@ class Backend(Protocol):
     def count_bad(self, lookup: Lookup, bad: torch.Tensor) -> None:
         """Add to int64 ``bad[2]`` the ids outside [-1, rows) and the offsets out of order or range."""
 
-    def forward(self, lookup: Lookup) -> torch.Tensor:
-        """``[B, sum of feature dims]`` (``[N, D]`` with pooling none) in the output dtype."""
+    def carry_bytes(self, spec: Spec, config: DeviceConfig, lookups: int, batch: int, weighted: bool) -> int:
+        """Bytes that a training forward hands to its backward, such as the sorted lookups; may be 0.
 
-    def backward_update(self, lookup: Lookup, grad: torch.Tensor, training: Training) -> None:
-        """One exact optimizer step of every touched row, in place. ``grad``: like the output."""
+        Arithmetic on sizes alone, which torch.compile passes as symbols.
+        """
+
+    def forward(self, lookup: Lookup, carry: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Look up and pool.
+
+        Returns:
+            ``[B, sum of feature dims]`` (``[N, D]`` with pooling none) in the output dtype; and uint8
+            ``[carry_bytes(...)]`` for the backward when ``carry`` is set, else ``[0]``.
+        """
+
+    def backward_update(
+        self, lookup: Lookup, grad: torch.Tensor, training: Training, carry: torch.Tensor
+    ) -> None:
+        """One exact optimizer step of every touched row, in place.
+
+        ``grad``: like the output. ``carry``: what the forward of the same lookup returned.
+        """
 
     def per_sample_weight_grad(self, lookup: Lookup, grad: torch.Tensor) -> torch.Tensor:
         """``[N]`` fp32: <row before the update, its bag's output gradient>, over the length for mean."""

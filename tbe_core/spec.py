@@ -40,6 +40,10 @@ class Spec:
                 f"pooling='none' with dims {list(self.layout.dims)}: expected one dim for all features"
             )
 
+    def __hash__(self) -> int:
+        # Kept: hashing every table on every call would cost the host more than a launch.
+        return self.handle
+
     @cached_property
     def handle(self) -> int:
         """A 62-bit number that names this description, the same in every process."""

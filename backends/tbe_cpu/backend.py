@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tbe_core import BAD_LOOKUPS, BAD_OFFSETS, Capabilities, DeviceConfig, Lookup, Problem, Training
+from tbe_core import BAD_LOOKUPS, BAD_OFFSETS, Capabilities, DeviceConfig, Lookup, Problem, Spec, Training
 from tbe_core.optimizers import REGISTRY, Hyper
 
 from .jagged import GroupLookup, bad_ids, group_lookups, sum_segments
@@ -44,7 +44,10 @@ class CpuBackend:
         if not wrong.any():
             bad[BAD_LOOKUPS] += bad_ids(lookup).sum()
 
-    def forward(self, lookup: Lookup) -> torch.Tensor:
+    def carry_bytes(self, spec: Spec, config: DeviceConfig, lookups: int, batch: int, weighted: bool) -> int:
+        return 0
+
+    def forward(self, lookup: Lookup, carry: bool) -> tuple[torch.Tensor, torch.Tensor]:
         spec = lookup.spec
         none = spec.pooling == "none"
         height = lookup.indices.numel() if none else lookup.batch
@@ -52,9 +55,11 @@ class CpuBackend:
         for part in group_lookups(lookup):
             pooled = _gather(part, lookup) if none else _pool(part, lookup)
             part.scatter_columns(out, pooled)
-        return out
+        return out, torch.empty(0, dtype=torch.uint8)
 
-    def backward_update(self, lookup: Lookup, grad: torch.Tensor, training: Training) -> None:
+    def backward_update(
+        self, lookup: Lookup, grad: torch.Tensor, training: Training, carry: torch.Tensor
+    ) -> None:
         optimizer = lookup.spec.optimizer
         hyper = Hyper(tuple(training.hyper.unbind()), optimizer.HYPER)
         for part in group_lookups(lookup):

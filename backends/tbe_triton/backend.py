@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from packaging.version import Version
 
-from tbe_core import Capabilities, DeviceConfig, Lookup, Problem, Training, route
+from tbe_core import Capabilities, DeviceConfig, Lookup, Problem, Spec, Training, route
 
 from . import configs, sort
-from .shapes import MAX_DIM, device_tables, forward_shapes
+from .carry import CarryLayout
+from .shapes import MAX_DIM, device_tables
 
 MIN_TRITON = Version("3.6")
 OPTIMIZERS = ("sgd", "rowwise_adagrad")
@@ -58,41 +61,46 @@ class TritonBackend:
     def count_bad(self, lookup: Lookup, bad: torch.Tensor) -> None:
         from . import launch
 
-        launch.check(lookup, device_tables(lookup.spec, lookup.plan.config, bad.device), bad)
+        with on_device(bad):
+            launch.check(lookup, device_tables(lookup), bad)
 
-    def forward(self, lookup: Lookup) -> torch.Tensor:
+    def carry_bytes(self, spec: Spec, config: DeviceConfig, lookups: int, batch: int, weighted: bool) -> int:
+        return CarryLayout.of(spec, config, lookups, batch, weighted).nbytes
+
+    def forward(self, lookup: Lookup, carry: bool) -> tuple[torch.Tensor, torch.Tensor]:
         from . import launch
+        from .ahead import SortAhead
 
-        spec, device = lookup.spec, lookup.weights.device
-        tables = device_tables(spec, lookup.plan.config, device)
+        spec, device, n = lookup.spec, lookup.weights.device, lookup.indices.numel()
+        tables = device_tables(lookup)
         pooled = spec.pooling != "none"
-        height = lookup.batch if pooled else lookup.indices.numel()
-        out = torch.empty(height, spec.output_width, dtype=spec.output_dtype, device=device)
-        if not out.numel():
-            return out
-        if not pooled:
-            keys, _, _ = launch.linearise(lookup, tables, 0)
-            launch.forward_rows(lookup, keys, out)
-            return out
-        for shape, features in zip(forward_shapes(spec.layout, lookup.plan.config), tables.forward, strict=True):
-            launch.forward_pool(lookup, shape, features, out)
-        return out
+        out = torch.empty(
+            lookup.batch if pooled else n, spec.output_width, dtype=spec.output_dtype, device=device
+        )
+        with on_device(out):
+            ahead = SortAhead(lookup, tables) if carry else None
+            if not out.numel():
+                pass
+            elif pooled:
+                for shape, features in zip(tables.forward_shapes, tables.forward, strict=True):
+                    launch.forward_pool(lookup, shape, features, out)
+            else:
+                launch.forward_rows(lookup, tables, out)
+            return out, torch.empty(0, dtype=torch.uint8, device=device) if ahead is None else ahead.finish()
 
-    def backward_update(self, lookup: Lookup, grad: torch.Tensor, training: Training) -> None:
+    def backward_update(
+        self, lookup: Lookup, grad: torch.Tensor, training: Training, carry: torch.Tensor
+    ) -> None:
         from . import launch
 
-        n = lookup.indices.numel()
+        n, plan = lookup.indices.numel(), lookup.plan
         if not n:
             return
-        plan, spec = lookup.plan, lookup.spec
-        tables = device_tables(spec, plan.config, lookup.weights.device)
-        chosen = route(n, plan.config, plan.caps)
-        slots = chosen.programs + len(spec.layout.groups)
-        keys, values, counters = launch.linearise(lookup, tables, slots + 1)
-        radix = sort.radix_unavailable(plan.caps) is None
-        bits = spec.layout.total_rows.bit_length()
-        keys, values = sort.sort_pairs(keys, values, bits, radix)
-        launch.update(lookup, tables, grad.contiguous(), training, keys, values, counters, chosen)
+        weighted = lookup.per_sample_weights is not None
+        kept = CarryLayout.of(lookup.spec, plan.config, n, lookup.batch, weighted).view(carry)
+        with on_device(grad):
+            chosen = route(n, plan.config, plan.caps)
+            launch.update(lookup, device_tables(lookup), grad.contiguous(), training, kept, chosen)
 
     def per_sample_weight_grad(self, lookup: Lookup, grad: torch.Tensor) -> torch.Tensor:
         from . import launch
@@ -100,8 +108,18 @@ class TritonBackend:
         out = torch.zeros(lookup.indices.numel(), dtype=torch.float32, device=grad.device)
         if not out.numel():
             return out
-        tables = device_tables(lookup.spec, lookup.plan.config, grad.device)
-        shapes = forward_shapes(lookup.spec.layout, lookup.plan.config)
-        for shape, features in zip(shapes, tables.forward, strict=True):
-            launch.weight_grad(lookup, shape, features, grad.contiguous(), out)
+        tables = device_tables(lookup)
+        with on_device(out):
+            for shape, features in zip(tables.forward_shapes, tables.forward, strict=True):
+                launch.weight_grad(lookup, shape, features, grad.contiguous(), out)
         return out
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """The tensor's GPU as the current one: launches go there, whatever the caller's current device is."""
+    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(tensor.device)
+
+
+_NOTHING = nullcontext()

@@ -6,6 +6,7 @@ import torch
 
 from tbe_core import Lookup, Route, Tier, Training
 
+from .carry import Carry, CarryLayout, has_factors
 from .kernels.forward import tbe_forward_pool_kernel, tbe_forward_rows_kernel, tbe_weight_grad_kernel
 from .kernels.jagged import tbe_check_kernel, tbe_linearise_kernel
 from .kernels.update import tbe_combine_kernel, tbe_group_bounds_kernel, tbe_update_kernel
@@ -16,7 +17,6 @@ from .shapes import (
     ForwardShape,
     alignment,
     next_power_of_two,
-    update_shapes,
     warps_for,
 )
 
@@ -51,50 +51,38 @@ def check(lookup: Lookup, tables: DeviceTables, bad: torch.Tensor) -> None:
     )
 
 
-def linearise(
-    lookup: Lookup, tables: DeviceTables, counters: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys ``[N]``, values ``[N]`` and cleared int32 ``[counters]``."""
+def linearise(lookup: Lookup, tables: DeviceTables, into: Carry, spare: Carry, stream: int | None) -> None:
+    """Keys and values of every lookup into ``into``; clears the counters of both."""
     spec, n, bags = lookup.spec, lookup.indices.numel(), lookup.offsets.numel() - 1
-    device, batch = lookup.indices.device, max(lookup.batch, 1)
-    pooled, mean = spec.pooling != "none", spec.pooling == "mean"
     weighted = lookup.per_sample_weights is not None
-    places = batch * tables.row_units if pooled else n
-    if (weighted or mean) and places > INT32_MAX:
-        raise ValueError(
-            f"batch of {batch} bags a feature: expected at most {INT32_MAX // tables.row_units} for weighted or "
-            "mean lookups of these dims"
-        )
-    small = places <= INT32_MAX and not weighted and not mean
-    keys = torch.empty(n, dtype=torch.int32 if spec.layout.total_rows < INT32_MAX else torch.int64, device=device)
-    values = torch.empty(n, dtype=torch.int32 if small else torch.int64, device=device)
-    cleared = torch.empty(max(counters, 1), dtype=torch.int32, device=device)
+    counters = into.counters.numel()
     size = max(n, counters)
     run(
         tbe_linearise_kernel,
         (-(-size // LINEARISE_CHUNK),),
-        keys,
-        values,
-        cleared,
+        into.keys,
+        into.values,
+        into.counters,
+        spare.counters,
         lookup.indices,
         lookup.offsets,
         lookup.per_sample_weights if weighted else lookup.indices,
         tables.linearise,
         n,
         bags,
-        batch,
+        max(lookup.batch, 1),
         _top_step(bags),
         tables.row_units,
         spec.layout.total_rows,
         counters,
         WEIGHTED=weighted,
-        MEAN=mean,
-        POOLED=pooled,
+        MEAN=spec.pooling == "mean",
+        POOLED=spec.pooling != "none",
         WIDE=size + LINEARISE_CHUNK > INT32_MAX,
         CHUNK=LINEARISE_CHUNK,
         num_warps=4,
+        stream=stream,
     )
-    return keys, values, cleared
 
 
 def forward_pool(lookup: Lookup, shape: ForwardShape, features: torch.Tensor, out: torch.Tensor) -> None:
@@ -129,16 +117,18 @@ def forward_pool(lookup: Lookup, shape: ForwardShape, features: torch.Tensor, ou
     )
 
 
-def forward_rows(lookup: Lookup, keys: torch.Tensor, out: torch.Tensor) -> None:
+def forward_rows(lookup: Lookup, tables: DeviceTables, out: torch.Tensor) -> None:
     """Pooling none: copy the row of every key."""
     layout, n = lookup.spec.layout, lookup.indices.numel()
     group = next(g for g in layout.groups if g.dim == layout.dims[0])
+    places = CarryLayout.of(lookup.spec, lookup.plan.config, n, lookup.batch, weighted=False).allocate(out.device)
+    linearise(lookup, tables, places, places, None)
     run(
         tbe_forward_rows_kernel,
         (-(-n // ROWS_CHUNK),),
         out,
         lookup.weights,
-        keys,
+        places.keys,
         n,
         group.row_base,
         layout.total_rows,
@@ -184,15 +174,13 @@ def update(
     tables: DeviceTables,
     grad: torch.Tensor,
     training: Training,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    counters: torch.Tensor,
+    carry: Carry,
     chosen: Route,
 ) -> None:
     """Sum each run's gradient and step its row: the update, then the combine when long runs are split."""
     plan, layout = lookup.plan, lookup.spec.layout
     n, device = lookup.indices.numel(), lookup.weights.device
-    shapes = update_shapes(layout, plan.config, plan.caps.warp_size)
+    keys, values, counters, shapes = carry.keys, carry.values, carry.counters, tables.update_shapes
     grouped = len(layout.groups) > 1
     width = max(s.block for s in shapes)
     slots = chosen.programs + len(layout.groups)
@@ -245,8 +233,7 @@ def update(
             BLOCK_D=shape.block,
             UNROLL=shape.unroll,
             GROUPED=grouped,
-            WEIGHTED=values.dtype == torch.int64
-            and (lookup.per_sample_weights is not None or lookup.spec.pooling == "mean"),
+            WEIGHTED=has_factors(lookup.spec, lookup.per_sample_weights is not None),
             FUSED=chosen.long_runs is Tier.FUSED,
             ALIGN=shape.align,
             GRAD_ALIGN=alignment(tables.unit),

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from tbe_core import DeviceConfig, Layout, Spec
+from tbe_core import DeviceConfig, Layout, Lookup, Spec
 
 MAX_DIM = 8192
 """Widest row that one update program holds."""
@@ -66,7 +66,6 @@ def _by_block(dims: dict[int, int]) -> dict[int, list[int]]:
     return found
 
 
-@lru_cache(maxsize=256)
 def forward_shapes(layout: Layout, config: DeviceConfig) -> tuple[ForwardShape, ...]:
     shapes = []
     for width, features in _by_block(dict(enumerate(layout.feature_dims))).items():
@@ -95,7 +94,6 @@ def _elements(layout: Layout, feature: int) -> int:
     return table.rows * table.dim
 
 
-@lru_cache(maxsize=256)
 def update_shapes(layout: Layout, config: DeviceConfig, warp_size: int) -> tuple[UpdateShape, ...]:
     shapes = []
     for block, groups in _by_block({i: g.dim for i, g in enumerate(layout.groups)}).items():
@@ -114,15 +112,22 @@ def update_shapes(layout: Layout, config: DeviceConfig, warp_size: int) -> tuple
     return tuple(shapes)
 
 
-class DeviceTables:
-    """The layout's numbers as tensors on one device; made once for a spec."""
+@lru_cache(maxsize=256)
+def gradient_units(spec: Spec) -> tuple[int, int]:
+    """Elements of the gradient that one step of a value means, and how many such steps make one of its rows."""
+    pooled = spec.pooling != "none"
+    unit = math.gcd(spec.layout.output_width, *spec.layout.feature_columns) if pooled else spec.layout.dims[0]
+    return unit, spec.output_width // unit
 
-    def __init__(self, spec: Spec, config: DeviceConfig, device: torch.device) -> None:
+
+class DeviceTables:
+    """The layout's numbers as tensors on one device, and the launch shapes; made once for a spec."""
+
+    def __init__(self, spec: Spec, config: DeviceConfig, warp_size: int, device: torch.device) -> None:
         layout = spec.layout
-        pooled = spec.pooling != "none"
-        self.unit = math.gcd(layout.output_width, *layout.feature_columns) if pooled else layout.dims[0]
-        """Elements of the gradient that one step of a value means."""
-        self.row_units = spec.output_width // self.unit
+        self.unit, self.row_units = gradient_units(spec)
+        self.forward_shapes = forward_shapes(layout, config)
+        self.update_shapes = update_shapes(layout, config, warp_size)
         self.linearise = torch.tensor(
             [
                 [table.rows, layout.row_bases[t], layout.feature_columns[f] // self.unit]
@@ -147,7 +152,7 @@ class DeviceTables:
                 dtype=torch.int64,
                 device=device,
             )
-            for shape in forward_shapes(layout, config)
+            for shape in self.forward_shapes
         ]
         self.groups = torch.tensor(
             [[g.row_base, g.row_base + g.rows, g.element_base, g.dim] for g in layout.groups],
@@ -156,12 +161,13 @@ class DeviceTables:
         )
 
 
-_tables: dict[tuple[int, DeviceConfig, torch.device], DeviceTables] = {}
+_tables: dict[tuple[int, DeviceConfig, int, torch.device], DeviceTables] = {}
 
 
-def device_tables(spec: Spec, config: DeviceConfig, device: torch.device) -> DeviceTables:
-    key = (spec.handle, config, device)
+def device_tables(lookup: Lookup) -> DeviceTables:
+    plan, device = lookup.plan, lookup.weights.device
+    key = (lookup.spec.handle, plan.config, plan.caps.warp_size, device)
     found = _tables.get(key)
     if found is None:
-        found = _tables[key] = DeviceTables(spec, config, device)
+        found = _tables[key] = DeviceTables(lookup.spec, plan.config, plan.caps.warp_size, device)
     return found

@@ -117,10 +117,11 @@ class TableBatchedEmbeddingBags(nn.Module):
             check_inputs(self.spec, self.weights.device, indices, offsets, per_sample_weights)
         asked = policy.request(self.requested_backend)
         self._check(indices, offsets, asked)
+        training = self.hook.requires_grad and torch.is_grad_enabled()
         out: torch.Tensor = torch.ops.tbe.lookup(
             self.weights, self.states, self.hyper, self.hook, indices, offsets, per_sample_weights,
-            self._handle, asked,
-        )  # fmt: skip
+            self._handle, asked, training,
+        )[0]  # fmt: skip
         return out
 
     def _check(self, indices: torch.Tensor, offsets: torch.Tensor, asked: str) -> None:

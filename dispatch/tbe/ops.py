@@ -19,11 +19,11 @@ from . import policy
 _library = torch.library.Library("tbe", "DEF")
 _library.define(
     "lookup(Tensor weights, Tensor[] states, Tensor hyper, Tensor hook, Tensor indices, Tensor offsets, "
-    "Tensor? per_sample_weights, int spec, str backend) -> Tensor"
+    "Tensor? per_sample_weights, int spec, str backend, bool training) -> (Tensor, Tensor)"
 )
 _library.define(
     "backward_update(Tensor grad, Tensor(a!) weights, Tensor(b!)[] states, Tensor hyper, Tensor indices, "
-    "Tensor offsets, Tensor? per_sample_weights, int spec, str backend) -> ()"
+    "Tensor offsets, Tensor? per_sample_weights, Tensor carry, int spec, str backend) -> ()"
 )
 _library.define(
     "per_sample_weight_grad(Tensor grad, Tensor weights, Tensor indices, Tensor offsets, "
@@ -67,10 +67,11 @@ def _lookup(
     per_sample_weights: torch.Tensor | None,
     spec: int,
     backend: str,
-) -> torch.Tensor:
+    training: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     chosen, lookup = _lookup_of(weights, indices, offsets, per_sample_weights, spec, backend)
-    out: torch.Tensor = chosen.forward(lookup)
-    return out
+    found: tuple[torch.Tensor, torch.Tensor] = chosen.forward(lookup, training)
+    return found
 
 
 def _lookup_fake(
@@ -83,11 +84,18 @@ def _lookup_fake(
     per_sample_weights: torch.Tensor | None,
     spec: int,
     backend: str,
-) -> torch.Tensor:
-    known = _specs[spec]
+    training: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    known, n = _specs[spec], indices.shape[0]
+    weighted = per_sample_weights is not None
+    chosen, plan = policy.backend_for(known, weights.device, indices.dtype, offsets.dtype, weighted, backend)
     batch = (offsets.shape[0] - 1) // known.layout.features
-    height = indices.shape[0] if known.pooling == "none" else batch
-    return weights.new_empty((height, known.output_width), dtype=known.output_dtype)
+    height = n if known.pooling == "none" else batch
+    nbytes = chosen.carry_bytes(known, plan.config, n, batch, weighted) if training else 0
+    return (
+        weights.new_empty((height, known.output_width), dtype=known.output_dtype),
+        weights.new_empty((nbytes,), dtype=torch.uint8),
+    )
 
 
 def _backward_update(
@@ -98,13 +106,14 @@ def _backward_update(
     indices: torch.Tensor,
     offsets: torch.Tensor,
     per_sample_weights: torch.Tensor | None,
+    carry: torch.Tensor,
     spec: int,
     backend: str,
 ) -> None:
     # .data: a row step is no autograd event, and a module that is called twice before its backward must
     # not find its own saved tables "modified in place".
     chosen, lookup = _lookup_of(weights.data, indices, offsets, per_sample_weights, spec, backend)
-    chosen.backward_update(lookup, grad, Training(tuple(s.data for s in states), hyper))
+    chosen.backward_update(lookup, grad, Training(tuple(s.data for s in states), hyper), carry)
 
 
 def _per_sample_weight_grad(
@@ -139,29 +148,29 @@ def _check(
         chosen.count_bad(lookup, bad)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    weights, states, hyper, _, indices, offsets, per_sample_weights, spec, backend = inputs
-    ctx.save_for_backward(weights, hyper, indices, offsets, per_sample_weights, *states)
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    weights, states, hyper, _, indices, offsets, per_sample_weights, spec, backend, _ = inputs
+    ctx.save_for_backward(weights, hyper, indices, offsets, per_sample_weights, output[1], *states)
     ctx.spec, ctx.backend, ctx.consumed = spec, backend, False
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: torch.Tensor, _: None) -> tuple[Any, ...]:
     if ctx.consumed:
         raise RuntimeError(
             "a second backward through one lookup: its rows have been stepped already; call the module again"
         )
-    weights, hyper, indices, offsets, per_sample_weights, *states = ctx.saved_tensors
+    weights, hyper, indices, offsets, per_sample_weights, carry, *states = ctx.saved_tensors
     weight_grad = None
     if per_sample_weights is not None and ctx.needs_input_grad[6]:
         weight_grad = torch.ops.tbe.per_sample_weight_grad(
             grad, weights, indices, offsets, per_sample_weights, ctx.spec, ctx.backend
         )
     torch.ops.tbe.backward_update(
-        grad, weights, states, hyper, indices, offsets, per_sample_weights, ctx.spec, ctx.backend
+        grad, weights, states, hyper, indices, offsets, per_sample_weights, carry, ctx.spec, ctx.backend
     )
     ctx.consumed = True
     hook = grad.new_empty(0, dtype=torch.float32)
-    return None, [None] * len(states), None, hook, None, None, weight_grad, None, None
+    return None, [None] * len(states), None, hook, None, None, weight_grad, None, None, None
 
 
 _library.impl("lookup", _lookup, "CompositeExplicitAutograd")

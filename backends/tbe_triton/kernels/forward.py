@@ -26,7 +26,7 @@ def row_offsets(ids, dim, WIDE: tl.constexpr, ALIGN: tl.constexpr):
     return tl.multiple_of(offsets, [ALIGN])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "bag_blocks", "lookups"])
 def tbe_forward_pool_kernel(
     out_ptr,
     weights_ptr,
@@ -93,7 +93,7 @@ def tbe_forward_pool_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_batch[:, None] & col_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lookups", "row_base", "total_rows"])
 def tbe_forward_rows_kernel(
     out_ptr,
     weights_ptr,
@@ -122,7 +122,7 @@ def tbe_forward_rows_kernel(
     tl.store(out, row.to(out_ptr.dtype.element_ty), mask=mask[:, None] & col_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "lookups"])
 def tbe_weight_grad_kernel(
     out_ptr,
     weights_ptr,

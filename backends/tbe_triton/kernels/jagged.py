@@ -36,11 +36,12 @@ def bags_of(offsets_ptr, positions, first_position, last_position, bags, top_ste
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lookups", "bags", "batch", "top_step", "total_rows", "counters"])
 def tbe_linearise_kernel(
     keys_ptr,
     values_ptr,
     counters_ptr,
+    spare_counters_ptr,
     indices_ptr,
     offsets_ptr,
     sample_weights_ptr,
@@ -60,11 +61,13 @@ def tbe_linearise_kernel(
 ):
     """Grid: blocks of CHUNK lookups. Writes key = row among all rows (``total_rows`` where the id contributes
     nothing) and value = place of the bag's gradient in units, with the fp32 factor in the low half of an
-    int64 when the lookup is weighted or a mean. Also clears the update's counters."""
+    int64 when the lookup is weighted or a mean. Also clears the update's counters, in both buffers of the
+    sort, since either may end up with the result."""
     pid = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     clear = pid * CHUNK + lane
     tl.store(counters_ptr + clear, tl.zeros([CHUNK], tl.int32), mask=clear < counters)
+    tl.store(spare_counters_ptr + clear, tl.zeros([CHUNK], tl.int32), mask=clear < counters)
     first = pid.to(tl.int64) * CHUNK if WIDE else pid * CHUNK
     if first < lookups:
         positions = first + lane
@@ -98,7 +101,7 @@ def tbe_linearise_kernel(
         tl.store(values_ptr + positions, value.to(values_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lookups", "bags", "batch", "top_step"])
 def tbe_check_kernel(
     bad_ptr,
     indices_ptr,

@@ -14,7 +14,7 @@ import triton.language as tl
 from .row_updates import step_row
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lookups", "groups"])
 def tbe_group_bounds_kernel(bounds_ptr, keys_ptr, groups_ptr, lookups, groups):
     """Grid: groups + 1. Where each group's lookups begin in the sorted keys, and where the last one's end."""
     g = tl.program_id(0)
@@ -175,7 +175,7 @@ def update_stretch(
                 following = tl.load(keys_ptr + i + j + 1, mask=i + j + 1 < high, other=-1)
                 live = here & (key < limit)
                 run_end = live & (key != following)
-                value = tl.load(values_ptr + i + j, mask=live, other=0)
+                value = tl.load(values_ptr + i + j, mask=here, other=0)
                 place, factor = gradient_place(value, unit, WEIGHTED)
                 place = tl.multiple_of(place, GRAD_ALIGN)
                 if D == BLOCK_D:
@@ -255,7 +255,7 @@ def update_stretch(
                 tl.store(record + 3, (slot - slot + group).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lookups", "programs", "first_group"])
 def tbe_update_kernel(
     weights_ptr,
     state_ptr,
@@ -318,7 +318,7 @@ def tbe_update_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def tbe_combine_kernel(
     weights_ptr,
     state_ptr,
