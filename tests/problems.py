@@ -127,9 +127,9 @@ def _step_by_contract(
     assert not isinstance(backend, Absent)
     plan = replace(plan, config=config)
     lookup = Lookup(emb.spec, plan, emb.weights.data, indices, offsets, weights)
-    out = backend.forward(lookup)
+    out, carry = backend.forward(lookup, True)
     weight_grad = None if weights is None else backend.per_sample_weight_grad(lookup, passed["grad"])
-    backend.backward_update(lookup, passed["grad"], Training(tuple(emb.states), emb.hyper))
+    backend.backward_update(lookup, passed["grad"], Training(tuple(emb.states), emb.hyper), carry)
     return Outcome(out, weight_grad)
 
 
