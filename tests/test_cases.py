@@ -203,7 +203,7 @@ def test_shared_table(place: Place, rows: tuple[int, int], dims: tuple[int, int]
     lengths = [3, 1, 4, 0, 2, 2]
     trial = Trial(tables, (1, 0, 1), ids, offsets_of(lengths), None, "sum", ADAGRAD, fresh_state=True)
     run_and_compare(trial, *place)
-    emb, call = trial.module(*place), trial.call()
+    emb, call = replace(trial, bounds_check="ignore").module(*place), trial.call()
     step(emb, call)
     # Row 2 of table 1 is looked up by features 0 and 2: its moment is that of the sum, not a sum of moments.
     bag_grads = call.grad[:, : dims[1]], call.grad[:, -dims[1] :]
@@ -331,7 +331,7 @@ def test_weights_without_gradient(place: Place, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.case("duplicates_in_a_bag")
 @pytest.mark.parametrize("count", (33, 4097))
 def test_duplicates_in_a_bag(place: Place, count: int) -> None:
-    """Each weight is a power of two or zero apart from its neighbours': a lost or doubled one shows."""
+    """Weights of any sign and size, so that one that is lost, doubled or given to another bag shows."""
     generator = torch.Generator().manual_seed(count)
     ids = torch.cat([torch.full((count,), 2), torch.tensor([0, 2, 1, 2])])
     weights = torch.randn(len(ids), generator=generator)
@@ -397,7 +397,7 @@ class Model(torch.nn.Module):
         self.top = torch.nn.Linear(emb.spec.output_width, 2, device=emb.weights.device)
 
     def forward(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return self.top(self.emb(indices, offsets, weights)).relu()
+        return self.top(self.emb(indices, offsets, weights)).sigmoid()
 
 
 @pytest.mark.case("compiled_model")
