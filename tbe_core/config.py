@@ -28,7 +28,7 @@ class DeviceConfig:
     fused_programs: int = 64
     """Up to this many update programs the last arriver combines a long run (one launch fewer); a run that
     spans more is combined by a launch of its own, which adds many partials side by side."""
-    overlap_lookups: int = 4096
+    overlap_lookups: int = 65536
     """From this many lookups the sort runs on a stream of its own, beside the forward that precedes it."""
     elements_per_lane: int = 8
     """Elements of a row that one lane holds before another warp is added."""

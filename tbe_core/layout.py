@@ -43,6 +43,10 @@ class Layout:
             raise ValueError(f"tables: the name {twice[0]!r} is used twice, expected distinct names")
         if feature_table_map is None:
             feature_table_map = range(len(tables))
+        if not isinstance(feature_table_map, Sequence):
+            raise ValueError(
+                f"feature_table_map={feature_table_map!r}: expected a sequence of table numbers, one a feature"
+            )
         features = tuple(feature_table_map)
         if not features:
             raise ValueError("feature_table_map is empty: expected a table number for every feature")

@@ -7,13 +7,15 @@ that memory and CUDA graphs see one stream's order.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 
 from tbe_core import Lookup
 
 from . import launch, sort
-from .carry import Carry, CarryLayout
+from .carry import CarryLayout
+from .launcher import Part, current_stream
 from .shapes import DeviceTables
 
 
@@ -42,34 +44,43 @@ class _Sides(threading.local):
 _sides = _Sides()
 
 
+def _side_of(device: torch.device) -> _Side:
+    found = _sides.by_device.get(device)
+    if found is None:
+        found = _sides.by_device[device] = _Side(device)
+    return found
+
+
 class SortAhead:
     """The sort of one call, launched. ``finish`` joins it; until then every buffer is held."""
 
-    def __init__(self, lookup: Lookup, tables: DeviceTables) -> None:
+    def __init__(self, lookup: Lookup, tables: DeviceTables, variant: tuple[Any, ...]) -> None:
         spec, config, n = lookup.spec, lookup.plan.config, lookup.indices.numel()
-        device = lookup.indices.device
-        radix = sort.radix_unavailable(lookup.plan.caps) is None
+        device, bits = lookup.indices.device, spec.layout.total_rows.bit_length()
         layout = CarryLayout.of(spec, config, n, lookup.batch, lookup.per_sample_weights is not None)
-        given, spare = layout.allocate(device), layout.allocate(device)
+        self._nbytes = layout.nbytes
         self._side: _Side | None = None
-        self._held: list[object] = [given, spare]
-        if not radix:
-            launch.linearise(lookup, tables, given, spare, None)
-            self._result: Carry = sort.torch_sort(given, spare)
+        given = self._held = self._result = layout.allocate(device)
+        if not n:
             return
+        if sort.radix_unavailable(lookup.plan.caps) is not None:
+            self._held = layout.allocate(device)
+            launch.linearise(lookup, tables, given, self._held, variant)
+            self._result = sort.torch_sort(given, self._held)
+            return
+        sorter = sort.radix_sorter(layout, device)
+        need = sorter.temporary_bytes(given, bits)
+        self._held = spare = layout.allocate(device, need + 16)
+        temporary = Part(spare.buffer, layout.nbytes + -layout.nbytes % 16, need, torch.uint8)
         if n >= config.overlap_lookups:
-            if device not in _sides.by_device:
-                _sides.by_device[device] = _Side(device)
-            self._side = _sides.by_device[device]
+            self._side = _side_of(device)
             self._side.fork()
-        stream = (self._side.stream if self._side else torch.cuda.current_stream()).cuda_stream
-        launch.linearise(lookup, tables, given, spare, stream)
-        self._result, temporary = sort.radix_sort(given, spare, spec.layout.total_rows.bit_length(), stream)
-        self._held.append(temporary)
+        stream = current_stream() if self._side is None else self._side.stream.cuda_stream
+        launch.linearise(lookup, tables, given, spare, variant, stream)
+        self._result = sorter(given, spare, temporary, bits, stream)
 
     def finish(self) -> torch.Tensor:
         """The carry's buffer, ordered on the current stream."""
         if self._side is not None:
             self._side.join()
-        self._held.clear()
-        return self._result.buffer
+        return self._result.buffer.narrow(0, 0, self._nbytes)

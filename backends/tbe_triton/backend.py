@@ -78,20 +78,21 @@ class TritonBackend:
             lookup.batch if pooled else n, spec.output_width, dtype=spec.output_dtype, device=device
         )
         with on_device(out):
-            ahead = SortAhead(lookup, tables) if carry else None
+            variant = launch.variant_of(lookup, tables)
+            ahead = SortAhead(lookup, tables, variant) if carry else None
             if not out.numel():
                 pass
             elif pooled:
                 for shape, features in zip(tables.forward_shapes, tables.forward, strict=True):
-                    launch.forward_pool(lookup, shape, features, out)
+                    launch.forward_pool(lookup, shape, features, out, variant)
             else:
-                launch.forward_rows(lookup, tables, out)
+                launch.forward_rows(lookup, tables, out, variant)
             return out, torch.empty(0, dtype=torch.uint8, device=device) if ahead is None else ahead.finish()
 
     def backward_update(
         self, lookup: Lookup, grad: torch.Tensor, training: Training, carry: torch.Tensor
     ) -> None:
-        from . import launch
+        from .update import update
 
         n, plan = lookup.indices.numel(), lookup.plan
         if not n:
@@ -100,7 +101,7 @@ class TritonBackend:
         kept = CarryLayout.of(lookup.spec, plan.config, n, lookup.batch, weighted).view(carry)
         with on_device(grad):
             chosen = route(n, plan.config, plan.caps)
-            launch.update(lookup, device_tables(lookup), grad.contiguous(), training, kept, chosen)
+            update(lookup, device_tables(lookup), grad.contiguous(), training, kept, chosen)
 
     def per_sample_weight_grad(self, lookup: Lookup, grad: torch.Tensor) -> torch.Tensor:
         from . import launch

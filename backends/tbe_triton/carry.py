@@ -8,9 +8,8 @@ import torch
 
 from tbe_core import DeviceConfig, Spec
 
-from .shapes import INT32_MAX, gradient_units
-
-_WIDTH = {torch.int32: 4, torch.int64: 8}
+from .launcher import INT32_MAX, Part
+from .shapes import gradient_units
 
 
 def _padded(size: int) -> int:
@@ -64,36 +63,34 @@ class CarryLayout:
 
     @property
     def _keys_at(self) -> int:
-        return _padded(self.lookups * _WIDTH[self.values])
+        return _padded(self.lookups * self.values.itemsize)
 
     @property
     def _counters_at(self) -> int:
-        return self._keys_at + _padded(self.lookups * _WIDTH[self.keys])
+        return self._keys_at + _padded(self.lookups * self.keys.itemsize)
 
     @property
     def nbytes(self) -> int:
         return self._counters_at + 4 * self.counters
 
-    def allocate(self, device: torch.device) -> Carry:
-        return self.view(torch.empty(self.nbytes, dtype=torch.uint8, device=device))
+    def allocate(self, device: torch.device, more: int = 0) -> Carry:
+        """An uninitialised one; with ``more`` bytes at its buffer's end."""
+        return self.view(torch.empty(self.nbytes + more, dtype=torch.uint8, device=device))
 
     def view(self, buffer: torch.Tensor) -> Carry:
-        def part(begin: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-            return buffer.narrow(0, begin, count * _WIDTH[dtype]).view(dtype)
-
         return Carry(
             buffer,
-            part(self._keys_at, self.lookups, self.keys),
-            part(0, self.lookups, self.values),
-            part(self._counters_at, self.counters, torch.int32),
+            Part(buffer, self._keys_at, self.lookups, self.keys),
+            Part(buffer, 0, self.lookups, self.values),
+            Part(buffer, self._counters_at, self.counters, torch.int32),
         )
 
 
 @dataclass(frozen=True)
 class Carry:
-    """Views of one buffer: keys ``[N]``, values ``[N]``, int32 counters."""
+    """Parts of one buffer: keys ``[N]``, values ``[N]``, int32 counters."""
 
     buffer: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    counters: torch.Tensor
+    keys: Part
+    values: Part
+    counters: Part

@@ -1,7 +1,7 @@
 """The one place where a kernel is launched: kept compiled kernels, on a given stream. Imports no Triton.
 
-Triton's own launch binds and specialises every argument on every call, which costs the host twice what the
-launch itself does. Here the variant that fits the arguments is looked up and launched directly.
+Triton's own launch binds and specialises every argument on every call, which costs the host several times what
+the launch itself does. Here the variant that fits the arguments is looked up and launched directly.
 """
 
 from __future__ import annotations
@@ -15,28 +15,66 @@ INT32_MAX = 2**31 - 1
 _variants: dict[tuple[Any, ...], Any] = {}
 
 
+class Part:
+    """A piece of a byte buffer as a kernel's argument; cheaper than a tensor's view."""
+
+    __slots__ = ("buffer", "count", "dtype", "offset")
+
+    def __init__(self, buffer: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> None:
+        self.buffer, self.offset, self.count, self.dtype = buffer, offset, count, dtype
+
+    def data_ptr(self) -> int:
+        return self.buffer.data_ptr() + self.offset
+
+    def tensor(self) -> torch.Tensor:
+        """``[count]`` view."""
+        return self.buffer.narrow(0, self.offset, self.count * self.dtype.itemsize).view(self.dtype)
+
+
 def _kind(argument: Any) -> Any:
     """What Triton specialises on: a tensor's dtype and alignment, an integer's size and divisibility."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    return argument > INT32_MAX, argument % 16 == 0, argument == 1
+    if isinstance(argument, int):
+        return argument > INT32_MAX, argument % 16 == 0, argument == 1
+    return argument.dtype, argument.data_ptr() % 16 == 0
+
+
+def current_stream() -> int:
+    """The raw handle of torch's current stream on the current device."""
+    handle: int = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+    return handle
 
 
 def run(
-    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, stream: int | None = None, **constants: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int,
+    stream: int | None = None,
+    variant: Any = None,
+    **constants: Any,
 ) -> None:
     """Launch ``kernel`` over ``grid`` with ``args`` in the order of its parameters, constants after them.
 
-    ``stream``: a raw stream of the current device; None for torch's current one.
+    Args:
+        args: tensors, ``Part`` or integers.
+        stream: a raw stream of the current device; None for torch's current one.
+        variant: hashable; equal only where the constants, and the kinds of all arguments, are equal. It saves
+            the look at each of them; None where the caller cannot promise that.
     """
     if args[0].device.type == "cpu":  # the interpreter
-        kernel[grid](*args, num_warps=num_warps, **constants)
+        tensors = [a.tensor() if isinstance(a, Part) else a for a in args]
+        kernel[grid](*tensors, num_warps=num_warps, **constants)
         return
     device = torch.cuda.current_device()
-    key = (kernel, device, num_warps, *constants.values(), *map(_kind, args))
+    if variant is None:
+        variant = (*constants.values(), *map(_kind, args))
+    key = (id(kernel), device, num_warps, variant)
     found = _variants.get(key)
     if found is None:
-        found = _variants[key] = kernel.warmup(*args, grid=grid, num_warps=num_warps, **constants)
+        compiled = kernel.warmup(*args, grid=grid, num_warps=num_warps, **constants)
+        found = _variants[key] = (compiled, tuple(constants.values()))
+    compiled, tail = found
     if stream is None:
-        stream = torch.cuda.current_stream().cuda_stream
-    found[(*grid, 1, 1)[:3]](*args, *constants.values(), stream=stream)
+        stream = current_stream()
+    addresses = [a if a.__class__ is int else a.data_ptr() for a in args]
+    compiled[(grid[0], 1, 1) if len(grid) == 1 else (grid[0], grid[1], 1)](*addresses, *tail, stream=stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,9 +11,10 @@ import torch
 
 from tbe_core import DeviceConfig, Layout, Lookup, Spec
 
+from .launcher import INT32_MAX
+
 MAX_DIM = 8192
 """Widest row that one update program holds."""
-INT32_MAX = 2**31 - 1
 
 
 def next_power_of_two(value: int) -> int:
@@ -120,11 +122,16 @@ def gradient_units(spec: Spec) -> tuple[int, int]:
     return unit, spec.output_width // unit
 
 
+_numbers = itertools.count()
+
+
 class DeviceTables:
     """The layout's numbers as tensors on one device, and the launch shapes; made once for a spec."""
 
     def __init__(self, spec: Spec, config: DeviceConfig, warp_size: int, device: torch.device) -> None:
         layout = spec.layout
+        self.number = next(_numbers)
+        """Tells these tables from every other: compiled kernels are kept by it."""
         self.unit, self.row_units = gradient_units(spec)
         self.forward_shapes = forward_shapes(layout, config)
         self.update_shapes = update_shapes(layout, config, warp_size)

@@ -8,6 +8,10 @@ import torch
 
 from tbe_core import BAD_LOOKUPS, BAD_OFFSETS
 
+# Frames from the warning to the user's line: through forward, its check and nn.Module's two call wrappers;
+# or through the module's own flush.
+_FROM_CALL, _FROM_FLUSH = 7, 4
+
 
 class BadLookupWarning(UserWarning):
     """Ids outside their table were looked up; they contributed nothing and trained nothing."""
@@ -21,10 +25,19 @@ class BadLookups:
         self._event: torch.cuda.Event | None = None
         self._reported = 0
 
+    def forked(self) -> BadLookups:
+        """For a copy of the module: it carries the counters along, so also what of them was reported.
+
+        Pinned memory and events stay behind: they are this process's.
+        """
+        copy = BadLookups()
+        copy._reported = self._reported
+        return copy
+
     def poll(self, bad: torch.Tensor) -> None:
         """Report what has arrived, and send for what is new. Never waits; does nothing while capturing."""
         if bad.device.type != "cuda":
-            self._report(bad, bad)
+            self._report(bad, bad, _FROM_CALL)
             return
         if torch.cuda.is_current_stream_capturing():
             return
@@ -33,7 +46,7 @@ class BadLookups:
                 return
             self._event = None
             if self._host is not None:
-                self._report(self._host, bad)
+                self._report(self._host, bad, _FROM_CALL)
         if self._host is None:
             self._host = torch.empty_like(bad, device="cpu", pin_memory=True)
         self._host.copy_(bad, non_blocking=True)
@@ -43,9 +56,9 @@ class BadLookups:
     def flush(self, bad: torch.Tensor) -> None:
         """Report everything counted so far; waits for the device."""
         self._event = None
-        self._report(bad.cpu(), bad)
+        self._report(bad.cpu(), bad, _FROM_FLUSH)
 
-    def _report(self, counts: torch.Tensor, bad: torch.Tensor) -> None:
+    def _report(self, counts: torch.Tensor, bad: torch.Tensor, depth: int) -> None:
         lookups, offsets = int(counts[BAD_LOOKUPS]), int(counts[BAD_OFFSETS])
         if offsets:
             bad[BAD_OFFSETS].zero_()
@@ -59,5 +72,5 @@ class BadLookups:
                 f"{new} ids outside their table were looked up ({lookups} so far); they contributed nothing "
                 "and trained nothing. bounds_check='error' names the first one",
                 BadLookupWarning,
-                stacklevel=4,
+                stacklevel=depth,
             )

@@ -7,7 +7,7 @@ import os
 VARIABLES: dict[str, str] = {
     "TBE_BACKEND": "Name of the backend to use; refused with reasons where it cannot serve.",
     "TBE_DISABLE": "Comma-separated names of backends that are never chosen.",
-    "TBE_LOG": "1: log every plan once, to the logger 'tbe' at level INFO.",
+    "TBE_LOG": "1: log every plan once, at level INFO to the logger 'tbe'; to stderr where it has no handler.",
     "TRITON_INTERPRET": "Triton's own: 1 runs its kernels in the interpreter, on CPU tensors, slowly.",
 }
 
@@ -26,3 +26,8 @@ def log() -> bool:
 
 def triton_interpret() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def present() -> dict[str, str]:
+    """Those of ``VARIABLES`` that are set, with their values: what a bug report needs."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}

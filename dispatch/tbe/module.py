@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tbe_core import Layout, Optimizer, Plan, Spec, Table
+from tbe_core import Layout, Lookup, Optimizer, Plan, Spec, Table, Training
 from tbe_core.dtypes import STATE_DTYPE
 from tbe_core.types import BoundsCheck, Pooling
 from tbe_core.validate import check_inputs
 
 from . import ops, policy
 from .bounds import BadLookups
+from .eager import Call, TrainingLookup
 
 
 class TableBatchedEmbeddingBags(nn.Module):
@@ -32,8 +33,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         weights_dtype: float32, float16 or bfloat16.
         output_dtype: float32, float16 or bfloat16; sums accumulate in fp32 and round once.
         bounds_check: ``"error"`` raises before anything is written (synchronises a GPU); ``"warn"`` counts bad
-            ids, which contribute and train nothing, and warns when that costs no wait; ``"ignore"`` is silent;
-            ``"none"`` leaves bad input undefined.
+            ids, which contribute and train nothing, and warns when that costs no wait (a compiled module only
+            in ``flush``); ``"ignore"`` is silent; ``"none"`` leaves bad input undefined.
         backend: a backend's name; refused with reasons where it cannot serve. Default: the best that can.
         device: where the tables live.
         deterministic: bitwise repeatable on one device. False allows an unfixed order of additions.
@@ -74,12 +75,13 @@ class TableBatchedEmbeddingBags(nn.Module):
         weights = torch.empty(layout.total_elements, dtype=weights_dtype, device=where).normal_(0, 0.01)
         self.weights = nn.Parameter(weights, requires_grad=False)
         # The hook makes autograd call the backward: the tables themselves ask for no gradient.
-        self.hook = nn.Parameter(torch.empty(0, device=where))
+        self.hook = nn.Parameter(torch.empty(0, dtype=STATE_DTYPE, device=where))
         for state in optimizer.STATE:
             length = layout.total_rows if state.kind == "row" else layout.total_elements
             self.register_buffer(f"state_{state.name}", torch.zeros(length, dtype=STATE_DTYPE, device=where))
         self.hyper: torch.Tensor
-        self.register_buffer("hyper", torch.tensor(optimizer.hyper_values(), device=where))
+        hyper = torch.tensor(optimizer.hyper_values(), dtype=STATE_DTYPE, device=where)
+        self.register_buffer("hyper", hyper)
         self.bad: torch.Tensor
         self.register_buffer("bad", torch.zeros(2, dtype=torch.int64, device=where), persistent=False)
 
@@ -113,15 +115,39 @@ class TableBatchedEmbeddingBags(nn.Module):
         Raises:
             ValueError: an input is wrong; nothing has been changed.
         """
+        asked = policy.request(self.requested_backend)
+        training = self.hook.requires_grad and torch.is_grad_enabled()
         if not torch.compiler.is_compiling():
             check_inputs(self.spec, self.weights.device, indices, offsets, per_sample_weights)
-        asked = policy.request(self.requested_backend)
+            if not torch._C._len_torch_dispatch_stack():
+                return self._eager(indices, offsets, per_sample_weights, asked, training)
         self._check(indices, offsets, asked)
-        training = self.hook.requires_grad and torch.is_grad_enabled()
         out: torch.Tensor = torch.ops.tbe.lookup(
             self.weights, self.states, self.hyper, self.hook, indices, offsets, per_sample_weights,
             self._handle, asked, training,
         )[0]  # fmt: skip
+        return out
+
+    def _eager(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None,
+        asked: str,
+        training: bool,
+    ) -> torch.Tensor:
+        if self.spec.bounds_check != "none":
+            self._check(indices, offsets, asked)
+        weights = self.weights.data
+        backend, plan = policy.backend_for(
+            self.spec, weights.device, indices.dtype, offsets.dtype, per_sample_weights is not None, asked
+        )
+        lookup = Lookup(self.spec, plan, weights, indices, offsets, per_sample_weights)
+        if not training:
+            return backend.forward(lookup, False)[0]
+        call = Call(backend, lookup, Training(tuple(self.states), self.hyper))
+        apply: Any = TrainingLookup.apply
+        out: torch.Tensor = apply(self.hook, per_sample_weights, call)
         return out
 
     def _check(self, indices: torch.Tensor, offsets: torch.Tensor, asked: str) -> None:
@@ -139,10 +165,14 @@ class TableBatchedEmbeddingBags(nn.Module):
 
     def set_learning_rate(self, lr: float) -> None:
         """Change the learning rate; captured graphs and compiled models see it at their next step."""
-        value = float(lr)
+        try:
+            value = float(lr)
+        except (TypeError, ValueError):
+            raise ValueError(f"lr={lr!r}: expected a number") from None
         if not math.isfinite(value) or value < 0:
             raise ValueError(f"lr={lr!r}: expected a finite number >= 0")
-        self.hyper[0].fill_(value)
+        # .data: a backward whose forward came before reads the present value; it is no autograd event.
+        self.hyper.data[0] = value
 
     def split_embedding_weights(self) -> list[torch.Tensor]:
         """The tables, ``[rows, dim]`` views in table order."""
@@ -197,6 +227,8 @@ class TableBatchedEmbeddingBags(nn.Module):
             value = state_dict.get(prefix + name)
             if value is None:
                 missing_keys.append(prefix + name)
+            elif not isinstance(value, torch.Tensor):
+                errors.append(f"{prefix}{name} is a {type(value).__name__}: expected a tensor")
             elif tuple(value.shape) != tuple(view.shape) or value.dtype != view.dtype:
                 errors.append(
                     f"{prefix}{name} is {list(value.shape)} {value.dtype}: expected {list(view.shape)} "
@@ -206,25 +238,26 @@ class TableBatchedEmbeddingBags(nn.Module):
                 copies.append((view, value))
         unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k.removeprefix(prefix) not in views]
         error_msgs += errors
-        if errors or (strict and (missing_keys or unexpected_keys)):
+        # Missing and unexpected keys do not stop it: torch passes strict=True whatever its caller asked for,
+        # and raises by itself afterwards.
+        if errors:
             return
         with torch.no_grad():
             for view, value in copies:
                 view.copy_(value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TableBatchedEmbeddingBags:
-        probe = fn(torch.empty(0, dtype=self.spec.weights_dtype, device=self.weights.device))
-        if probe.dtype != self.spec.weights_dtype:
-            raise ValueError(
-                f"cannot convert tables of {self.spec.weights_dtype} to {probe.dtype}: weights_dtype and "
-                "output_dtype are set when the module is made; .to(device) moves it"
-            )
+        # Asked of empty tensors, so that a refusal leaves the module as it was.
+        for what, dtype in (("tables", self.spec.weights_dtype), ("optimizer state", STATE_DTYPE)):
+            probe = fn(torch.empty(0, dtype=dtype, device=self.weights.device))
+            if probe.dtype != dtype:
+                raise ValueError(
+                    f"cannot convert {what} of {dtype} to {probe.dtype}: weights_dtype and output_dtype are set "
+                    f"when the module is made, and state stays {STATE_DTYPE}; .to(device) moves the module"
+                )
         policy.plan_for(self.spec.problem(), probe.device, policy.request(self.requested_backend))
         base: Any = super()
         base._apply(fn, recurse)
-        for state in (*self.states, self.hyper):
-            if state.dtype != STATE_DTYPE:
-                raise ValueError(f"optimizer state became {state.dtype}: expected {STATE_DTYPE}")
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -233,8 +266,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         self._handle = ops.register(self.spec)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What has been reported is this process's affair; pinned memory and events do not travel.
-        return {**self.__dict__, "_bad_lookups": BadLookups()}
+        return {**self.__dict__, "_bad_lookups": self._bad_lookups.forked()}
 
     def extra_repr(self) -> str:
         layout, spec = self.spec.layout, self.spec

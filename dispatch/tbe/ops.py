@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from tbe_core import Lookup, Spec, Training
-from tbe_core.validate import check_index_values, check_offset_values
+from tbe_core.validate import check_index_values, check_inputs, check_offset_values
 
 from . import policy
+from .eager import SECOND_BACKWARD
 
 _library = torch.library.Library("tbe", "DEF")
 _library.define(
@@ -89,6 +90,8 @@ def _lookup_fake(
     known, n = _specs[spec], indices.shape[0]
     weighted = per_sample_weights is not None
     chosen, plan = policy.backend_for(known, weights.device, indices.dtype, offsets.dtype, weighted, backend)
+    # A compiled module leaves its own check out of the graph: here it runs once, when the graph is made.
+    check_inputs(known, weights.device, indices, offsets, per_sample_weights)
     batch = (offsets.shape[0] - 1) // known.layout.features
     height = n if known.pooling == "none" else batch
     nbytes = chosen.carry_bytes(known, plan.config, n, batch, weighted) if training else 0
@@ -156,9 +159,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
 
 def _backward(ctx: Any, grad: torch.Tensor, _: None) -> tuple[Any, ...]:
     if ctx.consumed:
-        raise RuntimeError(
-            "a second backward through one lookup: its rows have been stepped already; call the module again"
-        )
+        raise RuntimeError(SECOND_BACKWARD)
     weights, hyper, indices, offsets, per_sample_weights, carry, *states = ctx.saved_tensors
     weight_grad = None
     if per_sample_weights is not None and ctx.needs_input_grad[6]:
@@ -169,8 +170,7 @@ def _backward(ctx: Any, grad: torch.Tensor, _: None) -> tuple[Any, ...]:
         grad, weights, states, hyper, indices, offsets, per_sample_weights, carry, ctx.spec, ctx.backend
     )
     ctx.consumed = True
-    hook = grad.new_empty(0, dtype=torch.float32)
-    return None, [None] * len(states), None, hook, None, None, weight_grad, None, None, None
+    return None, [None] * len(states), None, None, None, None, weight_grad, None, None, None
 
 
 _library.impl("lookup", _lookup, "CompositeExplicitAutograd")

@@ -43,7 +43,7 @@ def request(own: str | None) -> str:
     if own is not None:
         return f"backend=|{own}"
     if _context:
-        return f"use_backend|{_context[-1]}"
+        return f"use_backend=|{_context[-1]}"
     asked = environment.backend()
     return "" if asked is None else f"TBE_BACKEND=|{asked}"
 
@@ -52,18 +52,35 @@ def request(own: str | None) -> str:
 request.__dict__["_dynamo_marked_constant"] = True
 
 
+def _log(plan: Plan) -> None:
+    """With TBE_LOG a plan is shown even where the program has not configured logging; else it is a detail."""
+    if not environment.log():
+        logger.debug("%s", plan)
+        return
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+    if not logger.isEnabledFor(logging.INFO):
+        logger.setLevel(logging.INFO)
+    logger.info("%s", plan)
+
+
 @lru_cache(maxsize=1024)
 def _plan(problem: Problem, caps: Capabilities, asked: str, disabled: frozenset[str]) -> Plan:
     source, _, name = asked.partition("|")
     policy = Policy(name or None, source, disabled)
     plan = choose(problem, caps, registry.load_all(), policy)
-    logger.log(logging.INFO if environment.log() else logging.DEBUG, "%s", plan)
+    _log(plan)
     return plan
 
 
 def plan_for(problem: Problem, device: torch.device, asked: str) -> Plan:
     """The plan for ``problem`` on ``device``; raises ``BackendError`` with every reason."""
-    return _plan(problem, probe.capabilities(device), asked, environment.disabled())
+    return plan_on(problem, probe.capabilities(device), asked)
+
+
+def plan_on(problem: Problem, caps: Capabilities, asked: str) -> Plan:
+    """The plan on a device of which only the facts are at hand."""
+    return _plan(problem, caps, asked, environment.disabled())
 
 
 _fast: dict[tuple[object, ...], tuple[Backend, Plan]] = {}
@@ -103,7 +120,11 @@ class BackendStatus:
 
 def backends(device: torch.device | str = "cpu") -> list[BackendStatus]:
     """Every known backend and whether it can run on ``device``."""
-    caps = probe.capabilities(device)
+    return backends_on(probe.capabilities(device))
+
+
+def backends_on(caps: Capabilities) -> list[BackendStatus]:
+    """Every known backend and whether it can run on a device of these facts."""
     found = []
     for backend in registry.load_all():
         if isinstance(backend, Absent):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
 from tbe_core import Capabilities
+from tbe_core.devices import DEVICES
 
 from . import environment
 
@@ -20,39 +22,55 @@ def _version(package: str) -> str | None:
         return None
 
 
+def software() -> dict[str, str | None]:
+    """Versions of this installation that decide routing, by their field in ``Capabilities``."""
+    return {
+        "torch_version": torch.__version__,
+        "triton_version": _version("triton") or _version("fbtriton") or _version("pytorch-triton-rocm"),
+        "cccl_version": _version("cuda-cccl"),
+    }
+
+
 @lru_cache(maxsize=64)
 def _probe(device_type: str, index: int, interpret: bool) -> Capabilities:
-    torch_version = torch.__version__
-    triton_version = _version("triton") or _version("fbtriton") or _version("pytorch-triton-rocm")
-    cccl_version = _version("cuda-cccl")
     if device_type != "cuda":
-        return Capabilities(
+        found = Capabilities(
             device_type=device_type,
-            vendor="cpu" if device_type == "cpu" else device_type,
+            vendor=device_type,
             arch=platform.machine(),
             name=platform.processor() or platform.machine(),
             processors=torch.get_num_threads(),
-            triton_interpret=interpret,
-            torch_version=torch_version,
-            triton_version=triton_version,
-            cccl_version=cccl_version,
         )
-    found = torch.cuda.get_device_properties(index)
-    amd = torch.version.hip is not None
-    return Capabilities(
-        device_type="cuda",
-        vendor="amd" if amd else "nvidia",
-        arch=found.gcnArchName.split(":")[0] if amd else f"sm_{found.major}{found.minor}",
-        name=found.name,
-        processors=found.multi_processor_count,
-        memory_bytes=found.total_memory,
-        l2_bytes=found.L2_cache_size,
-        warp_size=found.warp_size,
+    else:
+        facts = torch.cuda.get_device_properties(index)
+        amd = torch.version.hip is not None
+        found = Capabilities(
+            device_type="cuda",
+            vendor="amd" if amd else "nvidia",
+            arch=facts.gcnArchName.split(":")[0] if amd else f"sm_{facts.major}{facts.minor}",
+            name=facts.name,
+            processors=facts.multi_processor_count,
+            memory_bytes=facts.total_memory,
+            l2_bytes=facts.L2_cache_size,
+            warp_size=facts.warp_size,
+        )
+    return _with_software(found, interpret)
+
+
+def _with_software(caps: Capabilities, interpret: bool) -> Capabilities:
+    here = software()
+    return replace(
+        caps,
+        torch_version=here["torch_version"] or "",
+        triton_version=here["triton_version"],
+        cccl_version=here["cccl_version"],
         triton_interpret=interpret,
-        torch_version=torch_version,
-        triton_version=triton_version,
-        cccl_version=cccl_version,
     )
+
+
+def as_if(name: str) -> Capabilities:
+    """A device of ``tbe_core.devices`` with the software of this installation; KeyError for another name."""
+    return _with_software(DEVICES[name], interpret=False)
 
 
 def capabilities(device: torch.device | str) -> Capabilities:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 from functools import lru_cache
 
 from tbe_core import Absent, Backend
+
+logger = logging.getLogger("tbe")
 
 IN_TREE: dict[str, str] = {
     "tlx": "tbe_tlx",
@@ -23,12 +26,18 @@ ENTRY_POINTS = "tbe.backends"
 
 def names() -> list[str]:
     """Every known backend, in-tree first."""
-    return [*IN_TREE, *(n for n in _third_party() if n not in IN_TREE)]
+    return [*IN_TREE, *_third_party()]
 
 
 @lru_cache(maxsize=1)
 def _third_party() -> dict[str, importlib.metadata.EntryPoint]:
-    return {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    found: dict[str, importlib.metadata.EntryPoint] = {}
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        if point.name in IN_TREE or point.name in found:
+            logger.warning("entry point %r (%s) is not used: the name is taken", point.name, point.value)
+        else:
+            found[point.name] = point
+    return found
 
 
 @lru_cache(maxsize=32)
@@ -42,8 +51,8 @@ def load(name: str) -> Backend | Absent:
     elif name in _third_party():
         try:
             found = _third_party()[name].load()
-        except ImportError as error:
-            return Absent(name, f"its entry point cannot be imported: {error}")
+        except (ImportError, AttributeError) as error:
+            return Absent(name, f"its entry point {_third_party()[name].value} cannot be loaded: {error}")
     else:
         return Absent(name, f"unknown, expected one of {', '.join(names())}")
     if not isinstance(found, Backend) or found.name != name:

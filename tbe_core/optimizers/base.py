@@ -55,9 +55,9 @@ class Optimizer:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, bool | str):
-                continue
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            if field.name not in self.HYPER:
+                continue  # a structural option: the subclass checks it
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"{field.name}={value!r}: expected a finite number")
             if value < 0:
                 raise ValueError(f"{field.name}={value!r}: expected a number >= 0")

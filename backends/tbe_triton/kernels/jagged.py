@@ -38,13 +38,13 @@ def bags_of(offsets_ptr, positions, first_position, last_position, bags, top_ste
 
 @triton.jit(do_not_specialize=["lookups", "bags", "batch", "top_step", "total_rows", "counters"])
 def tbe_linearise_kernel(
+    indices_ptr,
+    offsets_ptr,
+    sample_weights_ptr,
     keys_ptr,
     values_ptr,
     counters_ptr,
     spare_counters_ptr,
-    indices_ptr,
-    offsets_ptr,
-    sample_weights_ptr,
     features_ptr,
     lookups,
     bags,

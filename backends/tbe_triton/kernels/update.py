@@ -15,7 +15,7 @@ from .row_updates import step_row
 
 
 @triton.jit(do_not_specialize=["lookups", "groups"])
-def tbe_group_bounds_kernel(bounds_ptr, keys_ptr, groups_ptr, lookups, groups):
+def tbe_group_bounds_kernel(groups_ptr, keys_ptr, bounds_ptr, lookups, groups):
     """Grid: groups + 1. Where each group's lookups begin in the sorted keys, and where the last one's end."""
     g = tl.program_id(0)
     row = tl.load(groups_ptr + tl.minimum(g, groups - 1) * 4 + tl.where(g == groups, 1, 0))

@@ -19,7 +19,7 @@ from torch import Tensor
 from tbe.bench.implementations import Built
 from tbe.bench.inputs import Inputs
 
-FORWARD, BACKWARD, STEP, GRAPH = "forward", "backward", "step", "graph"
+FORWARD, BACKWARD, TOGETHER, STEP, GRAPH = "forward", "backward", "together", "step", "graph"
 MEMORY, FIRST_COLD, FIRST_WARM = "peak_memory", "first_step_cold", "first_step_warm"
 SECONDS, BYTES = "s", "B"
 
@@ -62,6 +62,7 @@ def figures(
         step(built, inputs)
     yield Figure(FORWARD, SECONDS, *_forward(built, sets, device, repeats))
     yield Figure(BACKWARD, SECONDS, *_backward(built, sets, device, repeats))
+    yield Figure(TOGETHER, SECONDS, *_together(built, sets, device, repeats))
     yield Figure(STEP, SECONDS, wall(lambda: _every(built, sets), device, repeats, len(sets)))
     yield peak_memory(built, sets[0], device)
     if graph:
@@ -87,6 +88,16 @@ def _forward(
 ) -> tuple[tuple[float, ...], str]:
     def timed(number: int, state: None) -> Tensor:
         return built.forward(sets[number % len(sets)])
+
+    with torch.no_grad():  # inference: what a training forward does for its backward counts in TOGETHER
+        return passes(lambda number: None, timed, device, repeats)
+
+
+def _together(
+    built: Built, sets: Sequence[Inputs], device: torch.device, repeats: int
+) -> tuple[tuple[float, ...], str]:
+    def timed(number: int, state: None) -> None:
+        step(built, sets[number % len(sets)])
 
     return passes(lambda number: None, timed, device, repeats)
 

@@ -1,0 +1,58 @@
+"""The operator without the dispatcher: what an eager call runs.
+
+``torch.ops.tbe`` gives torch.compile, export and fake tensors what they need, but its autograd in Python costs
+the host more than every launch together. An eager call takes this way instead; both end in the same backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tbe_core import Backend, Lookup, Training
+
+SECOND_BACKWARD = (
+    "a second backward through one lookup: its rows have been stepped already; call the module again"
+)
+
+
+class Call:
+    """One lookup, its backend, and what the update needs."""
+
+    __slots__ = ("backend", "lookup", "training")
+
+    def __init__(self, backend: Backend, lookup: Lookup, training: Training) -> None:
+        self.backend, self.lookup, self.training = backend, lookup, training
+
+
+class TrainingLookup(torch.autograd.Function):
+    """Forward with the step of every touched row as its backward.
+
+    ``hook`` is a zero-size parameter that requires grad, so that autograd calls the backward; it gets no
+    gradient itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hook: torch.Tensor, per_sample_weights: torch.Tensor | None, call: Call
+    ) -> torch.Tensor:
+        out, ctx.carry = call.backend.forward(call.lookup, True)
+        ctx.call = call
+        # Saved, not merely kept: autograd then notices when they are changed before the backward.
+        ctx.save_for_backward(call.lookup.indices, call.lookup.offsets, per_sample_weights)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
+        call: Call | None = ctx.call
+        if call is None:
+            raise RuntimeError(SECOND_BACKWARD)
+        _, _, per_sample_weights = ctx.saved_tensors
+        weight_grad = None
+        with torch.no_grad():
+            if per_sample_weights is not None and ctx.needs_input_grad[1]:
+                weight_grad = call.backend.per_sample_weight_grad(call.lookup, grad).to(per_sample_weights.dtype)
+            call.backend.backward_update(call.lookup, grad, call.training, ctx.carry)
+        ctx.call = ctx.carry = None
+        return None, weight_grad, None
