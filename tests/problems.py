@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from judge import Call, consult, same_bits
 
 import tbe
-from judge import Call, consult, same_bits
 from tbe import policy, registry
 from tbe_core import Absent, DeviceConfig, Lookup, Optimizer, Table, Training
 from tbe_core.dtypes import INDEX_DTYPES, OUTPUT_DTYPES, SAMPLE_WEIGHT_DTYPES, WEIGHT_DTYPES

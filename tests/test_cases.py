@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-
-import tbe
 from conftest import Poison
 from judge import Call, consult, same_bits
 from problems import Trial, from_runs, offsets_of, run_and_compare, step, step_and_compare
+
+import tbe
 from tbe import policy, registry
 from tbe_core import Absent, Layout, Lookup, Spec, Table, Training
 from tbe_core.cases import CASES, LATER

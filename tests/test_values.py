@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
+import problems
 import pytest
 import torch
-from hypothesis import given
-
-import problems
-import tbe
 from conftest import INTERPRETED
+from hypothesis import given
 from judge import Call, allowed, consult, same_bits
 from problems import Trial, from_runs, offsets_of, run_and_compare, step, step_and_compare, trials
+
+import tbe
 from tbe_core import DeviceConfig, Layout, Route, Spec, Table, Tier, tier_of_run, tolerances
 from tbe_core.dtypes import OUTPUT_DTYPES, WEIGHT_DTYPES
 
