@@ -141,13 +141,6 @@ def test_kernels_live_in_their_folder(package: str) -> None:
         assert found
 
 
-def test_every_environment_variable_is_on_its_page() -> None:
-    rows = re.findall(r"^\|\s*`(\w+)`\s*\|(.*)\|\s*$", (ROOT / "docs" / "environment.md").read_text(), re.M)
-    assert [name for name, _ in rows] == list(dict.fromkeys(name for name, _ in rows)), "a variable is told twice"
-    assert {name for name, _ in rows} == set(environment.VARIABLES)
-    assert all(text.strip() for _, text in rows)
-
-
 def test_what_environment_reads_is_declared() -> None:
     """Names read there and keys of ``VARIABLES`` are the same."""
     tree = ast.parse((PACKAGES["tbe"] / "environment.py").read_text())

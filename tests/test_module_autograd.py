@@ -97,9 +97,12 @@ def test_operators_pass_torch_s_own_checks(pooling: str, weighted: bool) -> None
     grad = torch.randn(emb(ids, ends, plain).shape)
     ops, handle = torch.ops.tbe, emb._handle
     state = (emb.weights.detach().clone(), [s.clone() for s in emb.states], emb.hyper)
+    lookup = (emb.weights, emb.states, emb.hyper, emb.hook, ids, ends, weights, handle, "")
+    carry = ops.lookup(*lookup, True)[1].detach()
     calls = [
-        (ops.lookup, (emb.weights, emb.states, emb.hyper, emb.hook, ids, ends, weights, handle, "")),
-        (ops.backward_update, (grad, *state, ids, ends, plain, handle, "")),
+        (ops.lookup, (*lookup, True)),
+        (ops.lookup, (*lookup, False)),
+        (ops.backward_update, (grad, *state, ids, ends, plain, carry, handle, "")),
         (ops.check, (emb.weights, ids, ends, emb.bad, handle, "")),
     ]
     if plain is not None:

@@ -8,9 +8,9 @@ import torch
 
 from tbe_core import BAD_LOOKUPS, BAD_OFFSETS
 
-# Frames from the warning to the user's line: through forward, its check and nn.Module's two call wrappers;
+# Frames from the warning to the user's line: through forward, its eager part, the check and nn.Module's two call wrappers;
 # or through the module's own flush.
-_FROM_CALL, _FROM_FLUSH = 7, 4
+_FROM_CALL, _FROM_FLUSH = 8, 4
 
 
 class BadLookupWarning(UserWarning):
@@ -36,22 +36,29 @@ class BadLookups:
 
     def poll(self, bad: torch.Tensor) -> None:
         """Report what has arrived, and send for what is new. Never waits; does nothing while capturing."""
-        if bad.device.type != "cuda":
-            self._report(bad, bad, _FROM_CALL)
-            return
-        if torch.cuda.is_current_stream_capturing():
-            return
-        if self._event is not None:
-            if not self._event.query():
+        counts = bad
+        if bad.device.type == "cuda":
+            with torch.cuda.device(bad.device):
+                arrived = self._exchange(bad)
+            if arrived is None:
                 return
-            self._event = None
-            if self._host is not None:
-                self._report(self._host, bad, _FROM_CALL)
-        if self._host is None:
-            self._host = torch.empty_like(bad, device="cpu", pin_memory=True)
+            counts = arrived
+        self._report(counts, bad, _FROM_CALL)
+
+    def _exchange(self, bad: torch.Tensor) -> torch.Tensor | None:
+        """The counts of an earlier call, once they have arrived; and a copy of the present ones on its way."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        arrived = None
+        if self._event is None or self._host is None:
+            self._host, self._event = torch.empty_like(bad, device="cpu", pin_memory=True), torch.cuda.Event()
+        elif not self._event.query():
+            return None
+        else:
+            arrived = self._host.clone()
         self._host.copy_(bad, non_blocking=True)
-        self._event = torch.cuda.Event()
         self._event.record()
+        return arrived
 
     def flush(self, bad: torch.Tensor) -> None:
         """Report everything counted so far; waits for the device."""
