@@ -17,7 +17,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 HAS_GPU = torch.cuda.is_available()
 
 # Examples are small; what costs is a kernel's compilation on a GPU, and every program in the interpreter.
-_EXAMPLES = 25 if INTERPRETED or HAS_GPU else 60
+_EXAMPLES = 25 if INTERPRETED else 15 if HAS_GPU else 60
 _shared = {
     "deadline": None,
     "print_blob": True,
