@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import INTERPRETED, places
+from conftest import INTERPRETED, Poison, places
 from hypothesis import given
 from judge import Call, allowed, consult, same_bits
 from problems import Trial, from_runs, offsets_of, run_and_compare, step, step_and_compare, trials
@@ -306,3 +306,13 @@ def test_the_judge_finds_faults() -> None:
 def test_what_runs_here() -> None:
     assert ("cpu", "cpu") in places()
     assert (("triton", "cpu") in places()) == INTERPRETED
+
+
+def test_unwritten_memory_is_poisoned(poison: Poison) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for made in (torch.empty(3, dtype=dtype), torch.empty_like(torch.zeros(3, dtype=dtype))):
+            assert made.isnan().all()
+    assert torch.zeros(1).new_empty(4).isnan().all()
+    assert (torch.empty(3, dtype=torch.int64) > 2**61).all() and (torch.empty(3, dtype=torch.int32) > 2**29).all()
+    with poison.off():
+        assert not torch.empty(1 << 20).isnan().all()
