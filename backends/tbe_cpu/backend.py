@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from tbe_core import BAD_LOOKUPS, BAD_OFFSETS, Capabilities, DeviceConfig, Lookup, Problem, Spec, Training
 from tbe_core.optimizers import REGISTRY, Hyper
 
-from .jagged import GroupLookup, bad_ids, group_lookups
+from .jagged import GroupLookup, bad_ids, group_lookups, sum_segments
 
 CHUNK_ELEMENTS = 1 << 24
 """Elements of gathered rows held at once: 64 MiB in fp32, whatever the batch."""
@@ -68,15 +67,9 @@ class CpuBackend:
             touched, lengths = keys.unique_consecutive(return_counts=True)
             if not touched.numel():
                 continue
-            ends = F.pad(lengths.cumsum(0), (1, 0))
             scale = part.scale(lookup)
-            sums = F.embedding_bag(
-                part.bags[order],
-                part.gather_columns(grad),
-                ends,
-                mode="sum",
-                include_last_offset=True,
-                per_sample_weights=None if scale is None else scale[order],
+            sums = sum_segments(
+                part.gather_columns(grad), part.bags[order], lengths, None if scale is None else scale[order]
             )
             table = part.table(lookup.weights)
             views = {
@@ -112,17 +105,20 @@ def _gather(part: GroupLookup, lookup: Lookup) -> torch.Tensor:
 def _pool(part: GroupLookup, lookup: Lookup) -> torch.Tensor:
     """``[T_g * B, D]`` fp32: pooled bags of one group of features."""
     table, scale = part.table(lookup.weights), part.scale(lookup)
-    ends = F.pad(torch.bincount(part.bags, minlength=part.bag_count).cumsum(0), (1, 0))
+    lengths = torch.bincount(part.bags, minlength=part.bag_count)
     if table.dtype == torch.float32:
-        return F.embedding_bag(
-            part.rows, table, ends, mode="sum", include_last_offset=True, per_sample_weights=scale
-        )
-    # embedding_bag rounds its sum to the table's dtype: widen the rows first, a bounded piece at a time.
-    out = torch.zeros(part.bag_count, part.dim, dtype=torch.float32)
-    for at in range(0, part.rows.numel(), step := max(1, CHUNK_ELEMENTS // part.dim)):
-        piece = slice(at, at + step)
+        return sum_segments(table, part.rows, lengths, scale)
+    # embedding_bag rounds its sum to the table's dtype: widen the rows first, a bounded number of bags at a time.
+    out = torch.empty(part.bag_count, part.dim, dtype=torch.float32)
+    ends = lengths.cumsum(0)
+    step = max(1, CHUNK_ELEMENTS // part.dim)
+    first = lookups = 0
+    while first < part.bag_count:
+        # As many bags as fit, and at least one, however long it is.
+        last = max(int(torch.searchsorted(ends, lookups + step, right=True)), first + 1)
+        piece = slice(lookups, int(ends[last - 1]))
         rows = table[part.rows[piece]].float()
-        if scale is not None:
-            rows *= scale[piece, None]
-        out.index_add_(0, part.bags[piece], rows)
+        order = torch.arange(len(rows))
+        out[first:last] = sum_segments(rows, order, lengths[first:last], None if scale is None else scale[piece])
+        first, lookups = last, piece.stop
     return out
