@@ -70,6 +70,9 @@ class Backend(Protocol):
     def configure(self, problem: Problem, caps: Capabilities) -> tuple[DeviceConfig, tuple[str, ...]]:
         """The device's thresholds, and notes for the plan (which sort, which tiers, and why)."""
 
+    def settle(self) -> None:
+        """Wait for what is being built in the background; steps before that are right, only slower."""
+
     def count_bad(self, lookup: Lookup, bad: torch.Tensor) -> None:
         """Add to int64 ``bad[2]`` the ids outside [-1, rows) and the offsets out of order or range."""
 

@@ -17,14 +17,16 @@ class DeviceConfig:
     """Lookups a bag that are loaded before the first is added."""
     forward_columns: int = 512
     """Widest slice of a row that one forward program holds."""
+    forward_streams: bool = False
+    """The forward writes its output past the caches, which are left to rows."""
     stretch: int = 128
     """Sorted lookups that one update program owns, when there is work for every processor."""
-    stretch_small: int = 32
+    stretch_small: int = 16
     """The same when lookups are few: fill the device first."""
     unroll: int = 4
     """Gradient rows in flight in the update."""
-    programs_per_processor: int = 16
-    """Update programs a processor that count as a full device."""
+    warps_per_processor: int = 64
+    """Warps of the update a processor that count as a full device."""
     fused_programs: int = 64
     """Up to this many update programs the last arriver combines a long run (one launch fewer); a run that
     spans more is combined by a launch of its own, which adds many partials side by side."""
@@ -32,7 +34,7 @@ class DeviceConfig:
     """From this many lookups the sort runs on a stream of its own, beside the forward that precedes it."""
     dense_rows: int = 128
     """Tables of up to so many rows can take the dense tier: counts times gradients on tensor cores."""
-    dense_length: int = 8
+    dense_length: int = 16
     """They do when bags hold at least so many lookups on average: it reads each gradient once."""
     dense_batch: int = 1024
     """And a feature has at least so many bags."""

@@ -39,9 +39,9 @@ class Route:
     """``FUSED`` or ``SPLIT``: what happens to runs that are not short."""
 
 
-def route(lookups: int, config: DeviceConfig, caps: Capabilities) -> Route:
-    """The stretch, the number of programs and the tier of long runs for ``lookups`` sorted lookups."""
-    full = caps.processors * config.programs_per_processor
+def route(lookups: int, config: DeviceConfig, caps: Capabilities, warps: int = 1) -> Route:
+    """The stretch, the number of programs of ``warps`` and the tier of long runs for sorted lookups."""
+    full = max(caps.processors * config.warps_per_processor // warps, 1)
     stretch = config.stretch
     while stretch > config.stretch_small and lookups < stretch * full:
         stretch //= 2

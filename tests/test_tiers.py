@@ -24,7 +24,7 @@ def configs(draw: st.DrawFn) -> DeviceConfig:
         stretch=small << more,
         stretch_small=small,
         unroll=1,
-        programs_per_processor=draw(st.integers(1, 64)),
+        warps_per_processor=draw(st.integers(1, 64)),
         fused_programs=draw(st.integers(0, 200)),
     )
 
@@ -37,7 +37,7 @@ LOOKUPS = st.one_of(st.integers(0, 5_000), st.integers(0, 1 << 40))
 @given(LOOKUPS, configs(), CAPS)
 def test_route_covers_every_lookup_and_fills_the_device(n: int, config: DeviceConfig, caps: Capabilities) -> None:
     chosen = route(n, config, caps)
-    full = caps.processors * config.programs_per_processor
+    full = caps.processors * config.warps_per_processor
     assert (
         chosen.programs - 1
     ) * chosen.stretch < n <= chosen.programs * chosen.stretch or n == chosen.programs == 0

@@ -34,6 +34,9 @@ class CpuBackend:
     def configure(self, problem: Problem, caps: Capabilities) -> tuple[DeviceConfig, tuple[str, ...]]:
         return DeviceConfig(source="eager torch, nothing to tune"), ()
 
+    def settle(self) -> None:
+        """Nothing is built in the background."""
+
     def count_bad(self, lookup: Lookup, bad: torch.Tensor) -> None:
         indices, offsets = lookup.indices, lookup.offsets
         n = indices.numel()

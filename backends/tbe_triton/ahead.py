@@ -65,12 +65,14 @@ class SortAhead:
         given = self._held = self._result = layout.allocate(device)
         if not n:
             return
-        if sort.radix_unavailable(lookup.plan.caps) is not None:
+        caps = lookup.plan.caps
+        radix = sort.radix_unavailable(caps) is None
+        sorter = sort.radix_sorter(layout, caps, device) if radix else None
+        if sorter is None:
             self._held = layout.allocate(device)
             launch.linearise(lookup, tables, features, given, self._held, variant)
             self._result = sort.torch_sort(given, self._held)
             return
-        sorter = sort.radix_sorter(layout, device)
         need = sorter.temporary_bytes(given, bits)
         self._held = spare = layout.allocate(device, need + 16)
         temporary = Part(spare.buffer, layout.nbytes + -layout.nbytes % 16, need, torch.uint8)

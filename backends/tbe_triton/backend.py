@@ -72,6 +72,9 @@ class TritonBackend:
         )
         return config, notes
 
+    def settle(self) -> None:
+        sort.settle()
+
     def count_bad(self, lookup: Lookup, bad: torch.Tensor) -> None:
         from . import launch
 

@@ -15,6 +15,7 @@ from .tables import DenseTables, DeviceTables
 BLOCK_COLUMNS = 128
 BAGS = 64
 LENGTH = 256
+UNROLL = 8
 PIECES = 16
 
 
@@ -53,6 +54,7 @@ def update_dense(
         ROWS=rows,
         BAGS=BAGS,
         LENGTH=LENGTH,
+        UNROLL=UNROLL,
         BLOCK_D=block,
         WIDTH=width,
         MEAN=lookup.spec.pooling == "mean",

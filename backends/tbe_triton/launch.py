@@ -134,6 +134,7 @@ def forward_pool(
         ALIGN=shape.align,
         WIDE=shape.wide,
         WIDE_LOOKUPS=n > WIDE_FROM,
+        STREAMS=lookup.plan.config.forward_streams,
         num_warps=1,
         variant=(*variant, shape.features[0]),
     )

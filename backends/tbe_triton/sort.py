@@ -1,31 +1,46 @@
-"""The stable sort of lookups by row, on only the bits that the row count needs."""
+"""The stable sort of lookups by row, on only the bits that the row count needs.
+
+NVIDIA's radix sort (``cuda.compute`` of the package cuda-cccl) is compiled for a pair of dtypes in some seconds,
+once a machine: in the background, and kept on disk beside Triton's own cache. Until it is there torch sorts; both
+sorts are stable, so that results are the same bit for bit.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tbe_core import Capabilities
+from tbe_core.dtypes import short_name
 
 from .carry import Carry, CarryLayout
 from .launcher import Part
 
+logger = logging.getLogger("tbe")
+
 
 @lru_cache(maxsize=64)
 def radix_unavailable(caps: Capabilities) -> str | None:
-    """Why NVIDIA's radix sort (``cuda.compute`` of the package cuda-cccl) cannot be used, or None."""
+    """Why the radix sort cannot be used, or None."""
     if caps.vendor != "nvidia" or caps.triton_interpret:
         return "cuda-cccl sorts on NVIDIA GPUs only"
     if caps.cccl_version is None:
         return "cuda-cccl is not installed"
     try:
-        from cuda.compute import DoubleBuffer, SortOrder, make_radix_sort
+        import cuda.compute
     except ImportError as error:
         return f"cuda-cccl {caps.cccl_version} cannot be imported: {error}"
-    del DoubleBuffer, SortOrder, make_radix_sort
-    return None
+    missing = [
+        n for n in ("DoubleBuffer", "make_radix_sort", "serialize", "deserialize") if not hasattr(cuda.compute, n)
+    ]
+    return f"cuda-cccl {caps.cccl_version} has no {', '.join(missing)}" if missing else None
 
 
 class _Stream:
@@ -38,28 +53,30 @@ class _Stream:
         return 0, self.handle
 
 
+class _Bytes:
+    """Temporary storage, as cuda.compute reads it."""
+
+    def __init__(self, part: Part) -> None:
+        self._part, self.nbytes = part, part.count
+
+    def data_ptr(self) -> int:
+        return self._part.data_ptr()
+
+
 class RadixSort:
-    """A kept sorter for one pair of dtypes on one device. Two buffers; either may end up with the result."""
+    """A compiled sorter of one thread. Two buffers; either may end up with the result."""
 
-    def __init__(self, keys: torch.dtype, values: torch.dtype, device: torch.device) -> None:
-        from cuda.compute import DoubleBuffer, SortOrder, make_radix_sort
-
-        def example(dtype: torch.dtype) -> Any:
-            some = torch.empty(1, dtype=dtype, device=device)
-            return DoubleBuffer(some, some)
+    def __init__(self, blob: bytes) -> None:
+        from cuda.compute import DoubleBuffer, deserialize
 
         self._double_buffer: Any = DoubleBuffer
-        self._sorter: Any = make_radix_sort(
-            d_in_keys=example(keys),
-            d_out_keys=None,
-            d_in_values=example(values),
-            d_out_values=None,
-            order=SortOrder.ASCENDING,
-        )
+        self._sorter: Any = deserialize(blob)
         self._stream = _Stream()
         self._temporary: dict[tuple[int, int], int] = {}
 
     def __call__(self, carry: Carry, spare: Carry, temporary: Part, bits: int, stream: int) -> Carry:
+        """Keys ascending, equal keys in their order; keys are >= 0 and below 2**bits. Returns the one of the
+        two that holds the result."""
         keys = self._double_buffer(carry.keys, spare.keys)
         self._stream.handle = stream
         self._sorter(
@@ -97,30 +114,112 @@ class RadixSort:
         return need
 
 
-class _Bytes:
-    """Temporary storage, as cuda.compute reads it."""
-
-    def __init__(self, part: Part) -> None:
-        self._part, self.nbytes = part, part.count
-
-    def data_ptr(self) -> int:
-        return self._part.data_ptr()
+_Which = tuple[str, torch.dtype, torch.dtype]
 
 
-_sorters: dict[tuple[torch.device, torch.dtype, torch.dtype], RadixSort] = {}
+class _Builds:
+    """Compiled sorters as bytes: those on disk at once, others from a thread of their own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._futures: dict[_Which, Future[bytes]] = {}
+        self._executor: ThreadPoolExecutor | None = None
+
+    def get(self, which: _Which, caps: Capabilities, device: torch.device) -> bytes | None:
+        """The bytes, or None while they are being built. Raises what the build raised."""
+        future = self._futures.get(which)
+        if future is None:
+            with self._lock:
+                future = self._futures.get(which) or self._start(which, caps, device)
+        return future.result() if future.done() else None
+
+    def wait(self) -> None:
+        for future in list(self._futures.values()):
+            future.result()
+
+    def _start(self, which: _Which, caps: Capabilities, device: torch.device) -> Future[bytes]:
+        path = _path(which, caps)
+        if path.exists():
+            future: Future[bytes] = Future()
+            future.set_result(path.read_bytes())
+        else:
+            # Allocated here: in the other thread it could disturb the capture of a CUDA graph in this one.
+            examples = tuple(torch.empty(1, dtype=dtype, device=device) for dtype in which[1:])
+            self._executor = self._executor or ThreadPoolExecutor(1, "tbe-sort")
+            future = self._executor.submit(_build, path, caps, *examples)
+        self._futures[which] = future
+        return future
+
+    def rebuild(self, which: _Which, caps: Capabilities, device: torch.device) -> None:
+        """Forget bytes that cannot be loaded."""
+        _path(which, caps).unlink(missing_ok=True)
+        with self._lock:
+            self._futures.pop(which, None)
 
 
-def radix_sorter(carry: CarryLayout, device: torch.device) -> RadixSort:
-    """The sorter for these dtypes; built at the first call."""
-    which = (device, carry.keys, carry.values)
-    found = _sorters.get(which)
-    if found is None:
-        found = _sorters[which] = RadixSort(carry.keys, carry.values, device)
+def _path(which: _Which, caps: Capabilities) -> Path:
+    from triton import knobs
+
+    arch, keys, values = which
+    name = f"tbe-radix-sort-{caps.cccl_version}-{arch}-{short_name(keys)}-{short_name(values)}.bin"
+    return Path(knobs.cache.dir) / name
+
+
+def _build(path: Path, caps: Capabilities, keys: torch.Tensor, values: torch.Tensor) -> bytes:
+    from cuda.compute import DoubleBuffer, SortOrder, make_radix_sort, serialize
+
+    sorter = make_radix_sort(
+        d_in_keys=DoubleBuffer(keys, keys),
+        d_out_keys=None,
+        d_in_values=DoubleBuffer(values, values),
+        d_out_values=None,
+        order=SortOrder.ASCENDING,
+        # Compiled without being loaded: only the thread that sorts touches the device.
+        compute_capability=int(caps.arch.removeprefix("sm_")),
+    )
+    blob: bytes = serialize(sorter)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_bytes(blob)
+    os.replace(part, path)
+    return blob
+
+
+class _Sorters(threading.local):
+    """A sorter writes its arguments into itself before it launches: each thread has its own."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[_Which, torch.device], RadixSort] = {}
+
+
+_builds = _Builds()
+_sorters = _Sorters()
+
+
+def radix_sorter(layout: CarryLayout, caps: Capabilities, device: torch.device) -> RadixSort | None:
+    """The sorter for these dtypes; None while it is being built, and in a graph's capture before it is loaded."""
+    which = (caps.arch, layout.keys, layout.values)
+    found = _sorters.kept.get((which, device))
+    if found is not None:
+        return found
+    blob = _builds.get(which, caps, device)
+    if blob is None or torch.cuda.is_current_stream_capturing():
+        return None
+    try:
+        found = _sorters.kept[(which, device)] = RadixSort(blob)
+    except ValueError as error:
+        logger.warning("the kept radix sort cannot be loaded (%s): building it anew", error)
+        _builds.rebuild(which, caps, device)
     return found
 
 
+def settle() -> None:
+    """Wait until every sorter that was asked for is built."""
+    _builds.wait()
+
+
 def torch_sort(carry: Carry, spare: Carry) -> Carry:
-    """The same by torch, on its current stream: keys ascending, equal keys in their order."""
+    """The same by torch, on its current stream."""
     keys, values = carry.keys.tensor(), carry.values.tensor()
     order = torch.empty_like(keys, dtype=torch.int64)
     torch.sort(keys, stable=True, out=(spare.keys.tensor(), order))

@@ -96,7 +96,10 @@ class DeviceTables:
 
         With one group its share is everything; with several the host knows only how many features each has.
         """
-        routes = [route(-(-lookups * s // self._features), self._config, self._caps) for s in self._shares]
+        routes = [
+            route(-(-lookups * share // self._features), self._config, self._caps, shape.warps)
+            for share, shape in zip(self._shares, self.update_shapes, strict=True)
+        ]
         fused = sum(r.programs for r in routes) <= self._config.fused_programs
         key = (fused, *(r.stretch for r in routes))
         found = self._cuts.get(key)

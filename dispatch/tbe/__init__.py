@@ -4,7 +4,7 @@ from tbe_core import SGD, BackendError, Capabilities, Optimizer, Plan, RowwiseAd
 
 from .bounds import BadLookupWarning
 from .module import TableBatchedEmbeddingBags, plan
-from .policy import BackendStatus, backends, use_backend
+from .policy import BackendStatus, backends, settle, use_backend
 from .probe import capabilities
 
 __version__ = "0.1.0"
@@ -23,5 +23,6 @@ __all__ = [
     "backends",
     "capabilities",
     "plan",
+    "settle",
     "use_backend",
 ]

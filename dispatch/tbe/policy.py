@@ -108,6 +108,16 @@ def backend_for(
     return found
 
 
+def settle() -> None:
+    """Wait for what backends build in the background, such as NVIDIA's radix sort on its first use.
+
+    Steps before that are right, only slower. Worth a call after the first step and before a CUDA graph is
+    captured or time is measured.
+    """
+    for backend, _ in list(_fast.values()):
+        backend.settle()
+
+
 @dataclass(frozen=True)
 class BackendStatus:
     """A backend on one device."""

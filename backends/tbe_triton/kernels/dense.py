@@ -45,6 +45,7 @@ def tbe_dense_sums_kernel(
     ROWS: tl.constexpr,
     BAGS: tl.constexpr,
     LENGTH: tl.constexpr,
+    UNROLL: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDTH: tl.constexpr,
     MEAN: tl.constexpr,
@@ -68,19 +69,22 @@ def tbe_dense_sums_kernel(
     stop = tl.minimum((chunk + 1) * chunk_bags, batch)
     for first in range(chunk * chunk_bags, stop, BAGS):
         bags = first + lane
-        here = bags < stop
-        start, length = bag_range(offsets_ptr, feature * batch + bags, here, lookups)
+        in_chunk = bags < stop
+        start, length = bag_range(offsets_ptr, feature * batch + bags, in_chunk, lookups)
         at = bags.to(tl.int64)[:, None] * out_width + column + cols[None, :]
-        grad = tl.load(grad_ptr + at, mask=here[:, None] & (cols < dim)[None, :], other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + at, mask=in_chunk[:, None] & (cols < dim)[None, :], other=0.0).to(tl.float32)
         if MEAN:
             grad = grad / tl.maximum(length, 1).to(tl.float32)[:, None]
         longest = tl.max(length, axis=0)
         for piece in range(0, longest, LENGTH):
             counts = tl.zeros([ROWS, BAGS], tl.int32)
-            for i in range(piece, tl.minimum(piece + LENGTH, longest)):
-                ids = tl.load(indices_ptr + start + i, mask=i < length, other=-1)
-                ids = tl.where((ids >= 0) & (ids < ROWS), ids, -1).to(tl.int32)
-                counts += (rows[:, None] == ids[None, :]).to(tl.int32)
+            end = tl.minimum(piece + LENGTH, longest)
+            for i in range(piece, end, UNROLL):
+                for j in tl.static_range(UNROLL):
+                    here = ((i + j) < length) & ((i + j) < end)
+                    ids = tl.load(indices_ptr + start + (i + j), mask=here, other=-1)
+                    ids = tl.where((ids >= 0) & (ids < ROWS), ids, -1).to(tl.int32)
+                    counts += (rows[:, None] == ids[None, :]).to(tl.int32)
             acc = add_product(acc, counts, grad, EXACT)
             seen += tl.sum(counts, axis=1)
     place = partials_ptr + (slot.to(tl.int64) * ROWS + rows)[:, None] * WIDTH + cols[None, :]

@@ -48,6 +48,7 @@ def tbe_forward_pool_kernel(
     ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     WIDE_LOOKUPS: tl.constexpr,
+    STREAMS: tl.constexpr,
 ):
     """Grid: features x blocks of BAGS bags x column blocks. A program pools BAGS neighbouring bags side by
     side: short bags share a warp, a row takes only the lanes it fills, and nothing is reduced across lanes.
@@ -90,7 +91,11 @@ def tbe_forward_pool_kernel(
     if MEAN:
         acc = acc / tl.maximum(length, 1).to(tl.float32)[:, None]
     out = out_ptr + bags.to(tl.int64)[:, None] * out_width + column + cols[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_batch[:, None] & col_mask)
+    mask = in_batch[:, None] & col_mask
+    if STREAMS:
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
+    else:
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["lookups", "row_base", "total_rows"])

@@ -22,6 +22,7 @@ from tbe.bench.measure import Figure, first_line, synchronize
 from tbe.bench.profile import Profile, profile
 from tbe.bench.store import FAILED, NOT_RUN, OK, UNAVAILABLE, UNSUPPORTED, WRONG, Outcome, Store
 from tbe.bench.workloads import Workload
+from tbe.policy import settle
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class Runner:
             verdict, first = self._first_step(implementation, built, workload, batch)
             if verdict.reason is not None:
                 return Outcome(WRONG, verdict.reason, detail, verdict)
+            settle()
             graph = self.options.graph and implementation.ours and self.options.device.type == "cuda"
             rest = measure.figures(built, batch.sets, self.options.device, self.options.repeats, graph)
             return Outcome(OK, "", detail, verdict, (first, *rest))
