@@ -57,7 +57,7 @@ def test_more_lookups_never_shorten_a_stretch(a: int, b: int, config: DeviceConf
 
 
 def test_route_on_a_known_device() -> None:
-    config, caps = DeviceConfig(), DEVICES["H200"]
+    config, caps = DeviceConfig(warps_per_processor=16, stretch_small=32), DEVICES["H200"]
     full = 132 * 16
     assert route(0, config, caps) == Route(32, 0, Tier.FUSED)
     assert route(1, config, caps) == Route(32, 1, Tier.FUSED)
@@ -66,6 +66,8 @@ def test_route_on_a_known_device() -> None:
     assert route(full * 64 - 1, config, caps).stretch == 32
     assert route(full * 64, config, caps).stretch == 64
     assert route(full * 128, config, caps) == Route(128, full, Tier.SPLIT)
+    # Programs of several warps fill the device sooner.
+    assert route(full * 32, config, caps, warps=4) == Route(128, full // 4, Tier.SPLIT)
 
 
 @seeded
