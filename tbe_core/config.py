@@ -15,6 +15,12 @@ class DeviceConfig:
     """Neighbouring bags that one forward program pools side by side."""
     forward_unroll: int = 8
     """Lookups a bag that are loaded before the first is added."""
+    forward_short_length: int = 12
+    """Bags of fewer lookups on average count as short."""
+    forward_short_bags: int = 4
+    """``forward_bags`` where bags are short."""
+    forward_short_unroll: int = 4
+    """``forward_unroll`` where bags are short."""
     forward_columns: int = 512
     """Widest slice of a row that one forward program holds."""
     forward_streams: bool = False
@@ -30,6 +36,8 @@ class DeviceConfig:
     fused_programs: int = 64
     """Up to this many update programs the last arriver combines a long run (one launch fewer); a run that
     spans more is combined by a launch of its own, which adds many partials side by side."""
+    rank_sort_lookups: int = 16384
+    """Up to so many lookups each one's place is counted, in one launch, instead of a radix sort."""
     overlap_lookups: int = 65536
     """From this many lookups the sort runs on a stream of its own, beside the forward that precedes it."""
     dense_rows: int = 128
@@ -49,6 +57,8 @@ class DeviceConfig:
         for field in (
             "forward_bags",
             "forward_unroll",
+            "forward_short_bags",
+            "forward_short_unroll",
             "forward_columns",
             "stretch",
             "stretch_small",

@@ -65,6 +65,11 @@ class SortAhead:
         given = self._held = self._result = layout.allocate(device)
         if not n:
             return
+        if n <= config.rank_sort_lookups:
+            self._held = self._result = layout.allocate(device)
+            launch.linearise(lookup, tables, features, given, self._result, variant)
+            launch.rank_sort(given, self._result, variant)
+            return
         caps = lookup.plan.caps
         radix = sort.radix_unavailable(caps) is None
         sorter = sort.radix_sorter(layout, caps, device) if radix else None

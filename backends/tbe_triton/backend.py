@@ -102,7 +102,8 @@ class TritonBackend:
             if not out.numel():
                 pass
             elif pooled:
-                for shape, features in zip(tables.forward_shapes, tables.forward, strict=True):
+                shapes = tables.forward_for(n, lookup.batch)
+                for shape, features in zip(shapes, tables.forward, strict=True):
                     launch.forward_pool(lookup, shape, features, out, variant)
             else:
                 launch.forward_rows(lookup, tables, out, variant)

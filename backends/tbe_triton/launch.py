@@ -11,12 +11,14 @@ from tbe_core import Lookup
 from .carry import Carry, CarryLayout
 from .kernels.forward import tbe_forward_pool_kernel, tbe_forward_rows_kernel, tbe_weight_grad_kernel
 from .kernels.jagged import tbe_check_kernel, tbe_linearise_kernel
+from .kernels.rank_sort import tbe_rank_sort_kernel
 from .launcher import INT32_MAX, run
 from .shapes import ForwardShape, next_power_of_two
 from .tables import DeviceTables
 
 LINEARISE_CHUNK = 512
 ROWS_CHUNK = 16
+RANK_BLOCK, RANK_TILE = 32, 128
 WIDE_FROM = INT32_MAX - 4096
 """From this many lookups positions are computed in 64 bits: no block may step past int32."""
 
@@ -104,6 +106,24 @@ def linearise(
     )
 
 
+def rank_sort(carry: Carry, spare: Carry, variant: tuple[Any, ...]) -> None:
+    """``carry``'s lookups by ascending key into ``spare``, equal keys in their order."""
+    n = carry.keys.count
+    run(
+        tbe_rank_sort_kernel,
+        (-(-n // RANK_BLOCK),),
+        carry.keys,
+        carry.values,
+        spare.keys,
+        spare.values,
+        n,
+        BLOCK=RANK_BLOCK,
+        TILE=RANK_TILE,
+        num_warps=4,
+        variant=(*variant, carry.values.dtype),
+    )
+
+
 def forward_pool(
     lookup: Lookup, shape: ForwardShape, features: torch.Tensor, out: torch.Tensor, variant: tuple[Any, ...]
 ) -> None:
@@ -136,7 +156,7 @@ def forward_pool(
         WIDE_LOOKUPS=n > WIDE_FROM,
         STREAMS=lookup.plan.config.forward_streams,
         num_warps=1,
-        variant=(*variant, shape.features[0]),
+        variant=(*variant, shape.features[0], shape.bags, shape.unroll),
     )
 
 

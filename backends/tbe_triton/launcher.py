@@ -61,7 +61,8 @@ def run(
         variant: hashable; equal only where the constants, and the kinds of all arguments, are equal. It saves
             the look at each of them; None where the caller cannot promise that.
     """
-    if args[0].device.type == "cpu":  # the interpreter
+    device_type = (args[0].buffer if isinstance(args[0], Part) else args[0]).device.type
+    if device_type == "cpu":  # the interpreter
         tensors = [a.tensor() if isinstance(a, Part) else a for a in args]
         kernel[grid](*tensors, num_warps=num_warps, **constants)
         return

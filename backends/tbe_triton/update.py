@@ -10,10 +10,11 @@ from .carry import Carry, has_factors
 from .kernels.update import tbe_combine_kernel, tbe_group_bounds_kernel, tbe_update_kernel
 from .launch import variant_of
 from .launcher import Part, run
-from .shapes import alignment, optimizer_constants, warps_for
+from .shapes import alignment, optimizer_constants
 from .tables import DeviceTables
 
-COMBINE_PIECES = 16
+COMBINE_ELEMENTS = 8192
+"""Elements of partials that a combine holds at once."""
 
 
 class Workspace:
@@ -99,8 +100,8 @@ def update(lookup: Lookup, tables: DeviceTables, grad: torch.Tensor, training: T
         cut.groups,
         programs,
         BLOCK_D=cut.widest,
-        PIECES=max(COMBINE_PIECES * 128 // max(cut.widest, 128), 1),
-        num_warps=max(4, warps_for(cut.widest, plan.config, plan.caps.warp_size)),
+        PIECES=max(COMBINE_ELEMENTS // cut.widest, 1),
+        num_warps=8,
         variant=variant,
         **constants,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 
 VARIABLES: dict[str, str] = {
     "TBE_BACKEND": "Name of the backend to use; refused with reasons where it cannot serve.",
@@ -17,7 +18,12 @@ def backend() -> str | None:
 
 
 def disabled() -> frozenset[str]:
-    return frozenset(n.strip() for n in os.environ.get("TBE_DISABLE", "").split(",") if n.strip())
+    return _names(os.environ.get("TBE_DISABLE", ""))
+
+
+@lru_cache(maxsize=64)
+def _names(text: str) -> frozenset[str]:
+    return frozenset(n.strip() for n in text.split(",") if n.strip())
 
 
 def log() -> bool:
