@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -69,3 +70,32 @@ class DeviceConfig:
                 raise ValueError(f"{field}={value!r}: expected a power of two")
         if self.stretch % self.unroll or self.stretch_small % self.unroll:
             raise ValueError(f"unroll={self.unroll!r}: expected a divisor of both stretches")
+        if self.elements_per_lane < 1:
+            raise ValueError(f"elements_per_lane={self.elements_per_lane!r}: expected 1 or more")
+
+    def to_dict(self) -> dict[str, str | int | bool]:
+        """Every field by name, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> DeviceConfig:
+        """The inverse of ``to_dict``. ``source`` is required; a number left out takes its default, so that
+        what was written before a field existed stays valid.
+
+        Raises:
+            ValueError: a key is unknown or missing, or its value is wrong; the message names it.
+        """
+        known = {f.name: type(f.default) for f in fields(cls)}
+        for name, value in values.items():
+            if name not in known:
+                raise ValueError(f"unknown key {name!r}: expected some of {', '.join(known)}")
+            if type(value) is not known[name]:
+                raise ValueError(f"{name}={value!r}: expected {_KINDS[known[name]]}")
+            if known[name] is int and value < 0:  # type: ignore[operator]
+                raise ValueError(f"{name}={value!r}: expected 0 or more")
+        if not values.get("source"):
+            raise ValueError("missing key 'source': expected where the numbers come from")
+        return cls(**values)  # type: ignore[arg-type]
+
+
+_KINDS: dict[type, str] = {int: "an integer", bool: "true or false", str: "text"}

@@ -18,6 +18,7 @@ from tbe_core import (
     small_tables,
     takes_dense_tier,
 )
+from tbe_core.tuning import Knob
 
 from . import configs, sort
 from .carry import CarryLayout
@@ -71,6 +72,9 @@ class TritonBackend:
             "sort: radix sort of cuda-cccl" if radix is None else f"sort: torch.sort, since {radix}",
         )
         return config, notes
+
+    def search_space(self, caps: Capabilities) -> tuple[Knob, ...]:
+        return configs.search_space(caps)
 
     def settle(self) -> None:
         sort.settle()

@@ -9,6 +9,7 @@ VARIABLES: dict[str, str] = {
     "TBE_BACKEND": "Name of the backend to use; refused with reasons where it cannot serve.",
     "TBE_DISABLE": "Comma-separated names of backends that are never chosen.",
     "TBE_LOG": "1: log every plan once, at level INFO to the logger 'tbe'; to stderr where it has no handler.",
+    "TBE_CONFIG_DIR": "Directory of device files, as `tbe tune` writes them, that come before the packaged ones.",
     "TRITON_INTERPRET": "Triton's own: 1 runs its kernels in the interpreter, on CPU tensors, slowly.",
 }
 
@@ -28,6 +29,10 @@ def _names(text: str) -> frozenset[str]:
 
 def log() -> bool:
     return os.environ.get("TBE_LOG", "0") not in ("", "0")
+
+
+def config_dir() -> str | None:
+    return os.environ.get("TBE_CONFIG_DIR") or None
 
 
 def triton_interpret() -> bool:
