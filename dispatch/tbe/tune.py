@@ -128,6 +128,7 @@ class Search:
 
     def _begin(self, which: Pass) -> None:
         start, best = self.found.start, self.found.best
+        self._seen |= {_key(which, config.to_dict()) for config in (start, best)}
         try:
             self._start_times[which] = self._measure(start, which)
             self._scores[which, start] = 1.0
@@ -155,7 +156,7 @@ class Search:
         try:
             for value in (v for v in knob.values if v != old):
                 # What was measured before lost against a present configuration that was no faster than this one.
-                key = (which, *{**present.to_dict(), knob.field: value}.values())
+                key = _key(which, {**present.to_dict(), knob.field: value})
                 if key in self._seen:
                     continue
                 self._announce(f"{which}: {knob.field}={value}")
@@ -196,11 +197,15 @@ class Search:
 
     def _confirm(self, which: Pass, present: DeviceConfig, candidate: DeviceConfig) -> bool:
         """Measure both again, one after the other: neither a lucky sample, nor a clock that has risen since the
-        present configuration was measured, may decide."""
+        present configuration was measured, may decide. What is measured now replaces what was."""
         for config in (present, candidate):
-            again = self._fresh(config, which)
-            self._scores[which, config] = math.sqrt(self._scores[which, config] * again)
+            self._scores[which, config] = self._fresh(config, which)
         return self._scores[which, candidate] < self._scores[which, present] * (1 - self._noise)
+
+
+def _key(which: Pass, values: dict[str, Any]) -> tuple[object, ...]:
+    """Tells a pass of a configuration, or of what is none, from every other."""
+    return (which, *values.values())
 
 
 def _candidate(present: DeviceConfig, name: str, value: Value) -> DeviceConfig:

@@ -104,7 +104,10 @@ class Bench:
         load(built, options.seed)
         self._gate(built, batch)
         policy.settle()
-        measure.warm_up(built, batch.sets)
+        if (
+            options.device.type == "cuda"
+        ):  # nothing compiles on a CPU, and a step in the interpreter takes seconds
+            measure.warm_up(built, batch.sets)
         for which in passes:
             self._check_time()
             figure = measure.pass_figure(which, built, batch.sets, options.device, options.repeats)
