@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -30,7 +31,7 @@ KINDS = (
 def of_kernel(compiled: Any) -> Resources:
     """The resources of a ``triton.compiler.CompiledKernel``."""
     if compiled.metadata.target.backend == "cuda":
-        return _nvidia(compiled.asm["ptx"], compiled.asm["cubin"])
+        return _nvidia(compiled)
     return _amd(compiled.asm["amdgcn"], compiled.asm["llir"])
 
 
@@ -44,13 +45,12 @@ _PTX_OTHERS = {
     "barrier": re.compile(r"\b(?:bar|barrier)(?:\.cta)?\.sync\b"),
     "fence": re.compile(r"\b(?:fence\.(?!mbarrier_init|proxy)|membar\.)"),
     "mma": re.compile(r"\b(?:wmma\.mma|mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b"),
-    "local_access": re.compile(r"\b(?:ld|st)\.(?:[\w:]+\.)*?local\b"),
 }
 
 
-def _nvidia(ptx: str, cubin: bytes) -> Resources:
+def _nvidia(compiled: Any) -> Resources:
     found: Counter[str] = Counter()
-    code = re.sub(r"//.*", "", ptx)
+    code = re.sub(r"//.*", "", compiled.asm["ptx"])
     for way, rest in _PTX_ACCESS.findall(code):
         vector = re.search(r"\.v(\d)\b", rest)
         bits = re.search(r"\.[bufs](\d+)\b", rest)
@@ -70,24 +70,53 @@ def _nvidia(ptx: str, cubin: bytes) -> Resources:
             found[f"atomic_{order}"] += 1
     for kind, pattern in _PTX_OTHERS.items():
         found[kind] = len(pattern.findall(code))
-    usage = _resource_usage(cubin)
-    found["local_bytes"] = usage["STACK"]
-    return Resources(usage["REG"], -(-usage["STACK"] // 4), _all_kinds(found))
+    usage = _resource_usage(compiled.asm["cubin"])
+    spills = 0
+    if usage["STACK"]:
+        # Not every stack is a spill: the slow path of a division or root saves registers there, too.
+        found["local_bytes"] = usage["STACK"]
+        found["local_access"] = len(re.findall(r"\b(?:STL|LDL)\b", _cuobjdump(compiled.asm["cubin"], "-sass")))
+        spills = _spilled(compiled)
+    return Resources(usage["REG"], spills, _all_kinds(found))
 
 
-def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """What ptxas decided, by Triton's bundled cuobjdump: ``REG`` a thread, ``STACK`` bytes a thread."""
+def _cuobjdump(cubin: bytes, option: str) -> str:
+    """What Triton's bundled cuobjdump prints of a binary."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        tool = knobs.nvidia.cuobjdump.path
-        done = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True)
-    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", done.stdout)}
+        command = [knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    """What ptxas decided: ``REG`` a thread, ``STACK`` bytes a thread."""
+    printed = _cuobjdump(cubin, "-res-usage")
+    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", printed)}
     if set(usage) != {"REG", "STACK"}:
-        raise ValueError(f"cuobjdump -res-usage printed no REG and STACK: {done.stdout!r} {done.stderr!r}")
+        raise ValueError(f"cuobjdump -res-usage printed no REG and STACK: {printed!r}")
     return usage
+
+
+def _spilled(compiled: Any) -> int:
+    """Registers that ptxas spills, which only its own report tells: assembled once more, as Triton does."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    metadata = compiled.metadata
+    options = ["-v", f"--gpu-name={sm_arch_from_capability(metadata.target.arch)}"]
+    options += [] if metadata.enable_fp_fusion else ["--fmad=false"]
+    options += metadata.ptx_options.split() if metadata.ptx_options else []
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(compiled.asm["ptx"])
+        command = [get_ptxas(metadata.target.arch).path, *options, str(source), "-o", str(Path(folder, "out"))]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    stored = re.search(r"(\d+) bytes spill stores", report)
+    if stored is None:
+        raise ValueError(f"ptxas -v printed no spills: {report!r}")
+    return -(-int(stored[1]) // 4)
 
 
 _GCN_ACCESS = re.compile(r"^\s*(?:global|flat|buffer)_(load|store)_(\w+)", re.M)
