@@ -18,6 +18,8 @@ class DeviceConfig:
     """Lookups a bag that are loaded before the first is added."""
     forward_short_length: int = 12
     """Bags of fewer lookups on average count as short."""
+    forward_short_lookups: int = 1 << 25
+    """And so do the bags of a batch of at least so many lookups."""
     forward_short_bags: int = 4
     """``forward_bags`` where bags are short."""
     forward_short_unroll: int = 4

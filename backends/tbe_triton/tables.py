@@ -93,8 +93,10 @@ class DeviceTables:
         self._cuts: dict[tuple[int, ...], _Cut] = {}
 
     def forward_for(self, lookups: int, batch: int) -> tuple[ForwardShape, ...]:
-        """The launches of a forward, by the average length of its bags."""
-        short = lookups < self._config.forward_short_length * batch * self._features
+        """The launches of a forward, by the average length of its bags and their number."""
+        config = self._config
+        short = lookups < config.forward_short_length * batch * self._features
+        short |= lookups >= config.forward_short_lookups
         return self.forward_short_shapes if short else self.forward_shapes
 
     def cut(self, lookups: int) -> tuple[_Cut, list[Route]]:

@@ -39,6 +39,11 @@ def triton_interpret() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def unset_triton_interpret() -> None:
+    """For a process that compiles: interpreted kernels are not compiled."""
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
 def present() -> dict[str, str]:
     """Those of ``VARIABLES`` that are set, with their values: what a bug report needs."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}

@@ -27,13 +27,10 @@ def tbe_rank_sort_kernel(
     for first in range(0, own, TILE):
         theirs = tl.load(keys_ptr + first + tile)
         before += (theirs[None, :] <= key[:, None]).to(tl.int32)
-    for first in range(own, tl.minimum(own + TILE, lookups), TILE):
-        at = first + tile
-        theirs = tl.load(keys_ptr + at, mask=at < lookups, other=0)
-        less = (theirs[None, :] < key[:, None]) | (
-            (theirs[None, :] == key[:, None]) & (at[None, :] < mine[:, None])
-        )
-        before += (less & (at < lookups)[None, :]).to(tl.int32)
+    at = own + tile
+    theirs = tl.load(keys_ptr + at, mask=at < lookups, other=0)
+    equal = (theirs[None, :] == key[:, None]) & (at[None, :] < mine[:, None])
+    before += (((theirs[None, :] < key[:, None]) | equal) & (at < lookups)[None, :]).to(tl.int32)
     for first in range(own + TILE, lookups, TILE):
         at = first + tile
         theirs = tl.load(keys_ptr + at, mask=at < lookups, other=0)
