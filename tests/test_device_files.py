@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import python
 from typer.testing import CliRunner
 
 import tbe
@@ -30,9 +32,18 @@ GOOD: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+def unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in environment.VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    environment.config_dir.cache_clear()
+    yield
+    environment.config_dir.cache_clear()
+
+
+def use(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Set the variable as if for a process that starts now."""
+    monkeypatch.setenv("TBE_CONFIG_DIR", str(directory))
+    environment.config_dir.cache_clear()
 
 
 def put(folder: Path, name: str = "own.json", **changes: Any) -> Path:
@@ -232,7 +243,7 @@ def test_doctor_shows_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert sources("H200") == {config_for(H200).source} != {DeviceConfig().source}
     assert sources("MI300X") == {"untuned defaults"}
     path = put(tmp_path)
-    monkeypatch.setenv("TBE_CONFIG_DIR", str(tmp_path))
+    use(monkeypatch, tmp_path)
     assert sources("H200") == {f"untuned, by hand (from {path})"}
     assert sources("MI300X") == {"untuned defaults"}
     assert f"TBE_CONFIG_DIR={tmp_path}" in doctor(monkeypatch, "--as", "H200")[0].splitlines()
@@ -240,7 +251,7 @@ def test_doctor_shows_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_doctor_shows_a_broken_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = put(tmp_path, config={"strech": 1})
-    monkeypatch.setenv("TBE_CONFIG_DIR", str(tmp_path))
+    use(monkeypatch, tmp_path)
     text, found = doctor(monkeypatch, "--as", "H200")
     assert f"{path}: key 'config': unknown key 'strech'" in text
     assert all(p["backend"] is None and p["config_source"] is None for p in found["devices"][0]["plans"])
@@ -253,16 +264,20 @@ def plan_of_a_call(backend: str) -> tbe.Plan:
     return policy.backend_for(spec, torch.device("cpu"), torch.int64, torch.int64, False, asked)[1]
 
 
-def test_a_call_obeys_the_variable_as_it_is_now(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    caps = probe.capabilities("cpu")
-    device = {"vendor": "cpu", "arch": caps.arch, "name": "*"}
-    before = plan_of_a_call("triton").config
-    put(tmp_path, device=device)
-    monkeypatch.setenv("TBE_CONFIG_DIR", str(tmp_path))
-    assert plan_of_a_call("triton").config.stretch == 64 != before.stretch
-    monkeypatch.delenv("TBE_CONFIG_DIR")
-    assert plan_of_a_call("triton").config == before
+def test_a_call_runs_by_the_user_s_file(tmp_path: Path) -> None:
+    put(tmp_path, device={"vendor": "cpu", "arch": "*", "name": "*"})
+    code = """
+import torch, tbe
+from tbe import policy
+emb = tbe.TableBatchedEmbeddingBags([tbe.Table("a", 9, 4)], optimizer=tbe.SGD(), backend="triton", device="cpu")
+emb(torch.tensor([1, 2]), torch.tensor([0, 1, 2])).sum().backward()
+print({plan.config.stretch for backend, plan in policy._fast.values()}, emb.plan.config.source)
+"""
+    done = python(code, TRITON_INTERPRET="1", TBE_CONFIG_DIR=str(tmp_path))
+    assert done.stdout == f"{{64}} untuned, by hand (from {tmp_path / 'own.json'})\n", done.stderr
+    broken = python(code, TRITON_INTERPRET="1", TBE_CONFIG_DIR=str(tmp_path / "nosuch"))
+    assert broken.returncode == 1
+    assert broken.stderr.strip().endswith("nosuch is not a directory: expected one of device files")
 
 
 def test_a_configuration_on_trial_ends_with_its_block() -> None:

@@ -25,6 +25,7 @@ def search_space(caps: Capabilities) -> tuple[Knob, ...]:
         Knob("forward_short_bags", (1, 2, 4, 8), "forward"),
         Knob("forward_short_unroll", (1, 2, 4, 8), "forward"),
         Knob("forward_short_length", (0, 6, 12, 24), "forward"),
+        Knob("forward_short_lookups", (0, 1 << 22, 1 << 25, 1 << 62), "forward"),
         Knob("forward_columns", (256, 512, 1024), "forward"),
         Knob("stretch", (32, 64, 128, 256), "backward"),
         Knob("stretch_small", (8, 16, 32), "backward"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
+from functools import lru_cache
 
 VARIABLES: dict[str, str] = {
     "TBE_BACKEND": "Name of the backend to use; refused with reasons where it cannot serve.",
@@ -31,7 +32,9 @@ def log() -> bool:
     return os.environ.get("TBE_LOG", "0") not in ("", "0")
 
 
+@lru_cache(maxsize=1)
 def config_dir() -> str | None:
+    """Read once a process, as are the files in it: every call's capabilities have it."""
     return os.environ.get("TBE_CONFIG_DIR") or None
 
 

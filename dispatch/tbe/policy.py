@@ -125,9 +125,8 @@ def backend_for(
 ) -> tuple[Backend, Plan]:
     """The backend and plan of a call. The host's time is spent here on every call: one dictionary lookup."""
     disabled = environment.disabled()
-    interpret, config_dir = environment.triton_interpret(), environment.config_dir()
-    call = (spec.handle, device, index_dtype, offset_dtype, weighted, asked)
-    key = (*call, disabled, interpret, config_dir, _override)
+    interpret = environment.triton_interpret()
+    key = (spec.handle, device, index_dtype, offset_dtype, weighted, asked, disabled, interpret, _override)
     found = _fast.get(key)
     if found is None:
         plan = plan_for(spec.problem(index_dtype, offset_dtype, weighted), device, asked)
