@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from functools import lru_cache
 
 VARIABLES: dict[str, str] = {
     "TBE_BACKEND": "Name of the backend to use; refused with reasons where it cannot serve.",
