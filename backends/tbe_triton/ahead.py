@@ -50,7 +50,7 @@ class SortAhead:
         self._held = spare = layout.allocate(device, need + 16)
         temporary = Part(spare.buffer, layout.nbytes + -layout.nbytes % 16, need, torch.uint8)
         if n >= config.overlap_lookups:
-            self._side = side_of(device)
+            self._side = side_of(device, "sort")
             self._side.fork()
         stream = current_stream() if self._side is None else self._side.stream.cuda_stream
         launch.linearise(lookup, tables, features, given, spare, variant, stream)

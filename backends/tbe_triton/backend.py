@@ -102,9 +102,7 @@ class TritonBackend:
             if not out.numel():
                 pass
             elif pooled:
-                shapes = tables.forward_for(n, lookup.batch)
-                for shape, features in zip(shapes, tables.forward, strict=True):
-                    launch.forward_pool(lookup, shape, features, out, variant)
+                launch.forward(lookup, tables, out, variant)
             else:
                 launch.forward_rows(lookup, tables, out, variant)
             return out, torch.empty(0, dtype=torch.uint8, device=device) if ahead is None else ahead.finish()

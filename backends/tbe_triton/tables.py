@@ -93,10 +93,13 @@ class DeviceTables:
         self._cuts: dict[tuple[int, ...], _Cut] = {}
 
     def forward_for(self, lookups: int, batch: int) -> tuple[ForwardShape, ...]:
-        """The launches of a forward, by the average length of its bags and their number."""
+        """The launches of a forward, by the average length and the number of its bags.
+
+        Rows of small tables stay in the first-level cache: they too are better fetched for more bags at once.
+        """
         config = self._config
         short = lookups < config.forward_short_length * batch * self._features
-        short |= lookups >= config.forward_short_lookups
+        short |= self.all_dense or lookups >= config.forward_short_lookups
         return self.forward_short_shapes if short else self.forward_shapes
 
     def cut(self, lookups: int) -> tuple[_Cut, list[Route]]:

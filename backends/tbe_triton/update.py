@@ -11,10 +11,9 @@ from .kernels.update import tbe_combine_kernel, tbe_group_bounds_kernel, tbe_upd
 from .launch import variant_of
 from .launcher import Part, run
 from .shapes import alignment, optimizer_constants
-from .streams import side_of
+from .streams import NARROW, side_for_narrow
 from .tables import DeviceTables
 
-NARROW = 64
 COMBINE_ELEMENTS = 8192
 """Elements of partials that a combine holds at once."""
 
@@ -53,11 +52,7 @@ def update(lookup: Lookup, tables: DeviceTables, grad: torch.Tensor, training: T
             num_warps=1,
             variant=variant,
         )
-    side = None
-    if len(routes) > 1 and n >= plan.config.overlap_lookups and grad.device.type == "cuda":
-        # Narrow rows keep few lanes busy: their launches run beside those of wide rows.
-        side = side_of(grad.device)
-        side.fork()
+    side = side_for_narrow([s.block for s in tables.update_shapes], n, plan.config, grad.device)
     for shape, route in zip(tables.update_shapes, routes, strict=True):
         # One stretch a program; of several groups each has its share of programs, which take turns.
         programs = route.programs if groups == 1 else -(-route.programs // shape.groups)
@@ -90,11 +85,11 @@ def update(lookup: Lookup, tables: DeviceTables, grad: torch.Tensor, training: T
             ALIGN=shape.align,
             GRAD_ALIGN=alignment(tables.unit),
             num_warps=shape.warps,
-            stream=side.stream.cuda_stream if side is not None and shape.block <= NARROW else None,
+            stream=side.stream.cuda_stream if side and shape.block <= NARROW else None,
             variant=(*variant, shape.block),
             **constants,
         )
-    if side is not None:
+    if side:
         side.join()
     if cut.fused:
         return
