@@ -57,8 +57,8 @@ ROW_LOADS = {
     "tbe_update_kernel[D=128 fp16->fp32 rowwise_adagrad split]": (16, 8),
     "tbe_weight_grad_kernel[D=128 fp16->fp32 sum weighted]": (16, 16),
 }
-"""Kernel to the widest global load in bytes, on NVIDIA and on AMD. Where one row is walked at a time, 64 lanes take
-4 bytes each of its fp16 and 8 of an fp32 gradient's; of two fp16 rows side by side 8 bytes, of four 16."""
+"""Kernel to the widest global load in bytes, on NVIDIA and on AMD. Where one row is walked at a time, 64 lanes
+take 4 bytes each of its fp16 and 8 of an fp32 gradient's; of two fp16 rows side by side 8, of four 16."""
 
 
 def tbe_compile(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
