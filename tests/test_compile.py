@@ -35,7 +35,7 @@ REGISTERS = {
     "tbe_forward_pool_kernel": (72, 64),
     "tbe_forward_rows_kernel": (32, 16),
     "tbe_linearise_kernel": (48, 32),
-    "tbe_rank_sort_kernel": (128, 64),
+    "tbe_rank_sort_kernel": (152, 56),
     "tbe_update_kernel": (112, 64),
     "tbe_weight_grad_kernel": (56, 40),
 }
