@@ -11,9 +11,14 @@ from typing import Any
 from tbe.bench.errors import PlotError
 from tbe.bench.queries import COMPARED, RunView
 
-# Okabe and Ito's palette: told apart with every common form of colour blindness. Shapes repeat the
-# distinction.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
+# Colours are placeholders that _inline turns into the page's CSS variables, so that a plot follows the page
+# into a dark scheme. The page's marks are close to Okabe and Ito's palette: told apart with every common form
+# of colour blindness. Shapes repeat the distinction.
+_INK, _GRID, _PAPER, _BAND_COLOUR = "#010101", "#010102", "#010103", "#010104"
+_COLOURS = tuple(f"#01020{number}" for number in range(1, 7))
+_VARIABLES = {_INK: "ink", _GRID: "line", _PAPER: "paper", _BAND_COLOUR: "band"} | {
+    colour: f"mark-{number}" for number, colour in enumerate(_COLOURS, 1)
+}
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _BAND = (32, 255)  # run lengths between what one program owns whole and what is split
 
@@ -26,9 +31,16 @@ _STYLE = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": "#d9d9d9",
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "axes.titlecolor": _INK,
+    "axes.facecolor": "none",
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "grid.color": _GRID,
     "grid.linewidth": 0.6,
-    "figure.facecolor": "white",
+    "figure.facecolor": "none",
 }
 
 
@@ -44,7 +56,7 @@ def speedup_plots(view: RunView) -> list[tuple[str, str]]:
 
 
 def floor_plot(view: RunView) -> str | None:
-    """Time over gather floor, forward and backward side by side; None without figures."""
+    """Gather floor over time, forward and backward side by side; None without figures."""
     rows = view.floors()
     return _drawn(_floors, rows) if rows else None
 
@@ -74,10 +86,12 @@ def _drawn(draw: Callable[[Any, Sequence[Any]], Any], rows: Sequence[Any]) -> st
 
 
 def _inline(svg: str) -> str:
-    """Only the element: the prologue and the metadata name outside addresses, and a fixed size cannot
-    shrink."""
+    """Only the element, in the page's colours: the prologue and the metadata name outside addresses, and a
+    fixed size cannot shrink."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    for colour, name in _VARIABLES.items():
+        svg = svg.replace(colour, f"var(--{name})")
     return re.sub(
         r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     )
@@ -91,14 +105,14 @@ def _names(rows: Sequence[Any]) -> list[str]:
 def _speedups(plt: Any, rows: Sequence[Any]) -> Any:
     names = _names(rows)
     figure, axes = plt.subplots(figsize=(9, 1.4 + 0.34 * len(names)))
-    axes.axvline(1.0, color="black", linewidth=1)
+    axes.axvline(1.0, color=_INK, linewidth=1)
     for number, metric in enumerate(COMPARED):
         chosen = [row for row in rows if row["metric"] == metric]
-        heights = [names.index(row["workload"]) + 0.18 * (number - 1) for row in chosen]
+        heights = [names.index(row["workload"]) + 0.18 * (number - 1.5) for row in chosen]
         _marks(axes, [row["speedup"] for row in chosen], heights, number, metric)
     _ratio_axis(axes, [row["speedup"] for row in rows], "peer's time / our time (right of 1: ours is faster)")
     _workload_axis(axes, names)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, frameon=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(COMPARED), frameon=False)
     return figure
 
 
@@ -108,13 +122,13 @@ def _floors(plt: Any, rows: Sequence[Any]) -> Any:
     metrics = ("forward", "backward")
     figure, panels = plt.subplots(1, 2, figsize=(11, 1.4 + 0.34 * len(names)), sharey=True)
     for axes, metric in zip(panels, metrics, strict=True):
-        axes.axvline(1.0, color="black", linewidth=1)
+        axes.axvline(1.0, color=_INK, linewidth=1)
         shown = [row for row in rows if row["metric"] == metric]
         for number, maker in enumerate(makers):
             chosen = [row for row in shown if row["implementation"] == maker]
             heights = [names.index(row["workload"]) for row in chosen]
             _marks(axes, [row["ratio"] for row in chosen], heights, number, maker)
-        _ratio_axis(axes, [row["ratio"] for row in shown], f"{metric}: time / gather floor (left is faster)")
+        _ratio_axis(axes, [row["ratio"] for row in shown], f"{metric}: floor / time (right is faster)")
         _workload_axis(axes, names)
     panels[0].legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(makers), frameon=False)
     figure.tight_layout()
@@ -130,10 +144,10 @@ def _run_lengths(plt: Any, rows: Sequence[Any]) -> Any:
     panels = list(grid.flat)
     for axes, name in zip(panels, names, strict=False):
         chosen = [row for row in rows if row["workload"] == name]
-        axes.axvspan(_BAND[0], _BAND[1] + 1, color="#E69F00", alpha=0.25, linewidth=0)
+        axes.axvspan(_BAND[0], _BAND[1] + 1, color=_BAND_COLOUR, alpha=0.25, linewidth=0)
         lows, widths = [row["low"] for row in chosen], [row["high"] + 1 - row["low"] for row in chosen]
         shares = [100 * row["share"] for row in chosen]
-        axes.bar(lows, shares, widths, align="edge", color=_COLOURS[0], edgecolor="white", linewidth=0.5)
+        axes.bar(lows, shares, widths, align="edge", color=_COLOURS[0], edgecolor=_PAPER, linewidth=0.5)
         axes.set_xscale("log", base=2)
         axes.set_xticks([8**power for power in range(6)])
         axes.xaxis.set_major_formatter(lambda value, position: f"{value:,.0f}")
