@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from html import escape
 
-from tbe.bench.bars import MISSED, REACHED
+from tbe.bench.bars import MISSED, NOT_JUDGED, NOT_MEASURED, PARTIAL, REACHED
 from tbe.bench.plots import floor_plot, run_length_plot, speedup_plots
 from tbe.bench.queries import RunView
 from tbe.bench.tables import BARS, SUMMARY, Section, heading, sections
@@ -36,6 +36,7 @@ tbody tr:nth-child(even) { background: var(--soft); }
 th.n, td.n { text-align: right; white-space: nowrap; }
 td.good { color: var(--good); font-weight: 600; white-space: nowrap; }
 td.bad { color: var(--bad); font-weight: 600; white-space: nowrap; }
+td.other { color: var(--dim); white-space: nowrap; }
 td.slow { color: var(--bad); }
 figure { margin: .6rem 0; padding: .6rem; border: 1px solid var(--line); border-radius: 4px; }
 figure svg { width: 100%; height: auto; display: block; }
@@ -51,7 +52,7 @@ _FLOORS = (
 )
 
 
-_CLASSES = {REACHED: "good", MISSED: "bad"}
+_CLASSES = {REACHED: "good", MISSED: "bad", PARTIAL: "other", NOT_MEASURED: "other", NOT_JUDGED: "other"}
 _BELOW_ONE = re.compile(r"0\.\d+x")
 
 

@@ -92,9 +92,8 @@ def _inline(svg: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     for colour, name in _VARIABLES.items():
         svg = svg.replace(colour, f"var(--{name})")
-    return re.sub(
-        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    )
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    return re.sub(r'(<svg[^>]*?) width="([^"]*)"', r'\1 style="max-width: \2"', svg, count=1)
 
 
 def _names(rows: Sequence[Any]) -> list[str]:
@@ -104,7 +103,7 @@ def _names(rows: Sequence[Any]) -> list[str]:
 
 def _speedups(plt: Any, rows: Sequence[Any]) -> Any:
     names = _names(rows)
-    figure, axes = plt.subplots(figsize=(9, 1.4 + 0.34 * len(names)))
+    figure, axes = plt.subplots(figsize=(12, 1.4 + 0.34 * len(names)))
     axes.axvline(1.0, color=_INK, linewidth=1)
     for number, metric in enumerate(COMPARED):
         chosen = [row for row in rows if row["metric"] == metric]
@@ -120,7 +119,7 @@ def _floors(plt: Any, rows: Sequence[Any]) -> Any:
     names = _names(rows)
     makers = list(dict.fromkeys(row["implementation"] for row in rows))
     metrics = ("forward", "backward")
-    figure, panels = plt.subplots(1, 2, figsize=(11, 1.4 + 0.34 * len(names)), sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(12, 1.4 + 0.34 * len(names)), sharey=True)
     for axes, metric in zip(panels, metrics, strict=True):
         axes.axvline(1.0, color=_INK, linewidth=1)
         shown = [row for row in rows if row["metric"] == metric]
@@ -139,7 +138,7 @@ def _run_lengths(plt: Any, rows: Sequence[Any]) -> Any:
     names, columns = _names(rows), 4
     lines = -(-len(names) // columns)
     figure, grid = plt.subplots(
-        lines, columns, figsize=(11, 0.6 + 1.9 * lines), sharex=True, sharey=True, squeeze=False
+        lines, columns, figsize=(12, 0.6 + 1.9 * lines), sharex=True, sharey=True, squeeze=False
     )
     panels = list(grid.flat)
     for axes, name in zip(panels, names, strict=False):
@@ -150,7 +149,7 @@ def _run_lengths(plt: Any, rows: Sequence[Any]) -> Any:
         axes.bar(lows, shares, widths, align="edge", color=_COLOURS[0], edgecolor=_PAPER, linewidth=0.5)
         axes.set_xscale("log", base=2)
         axes.set_xticks([8**power for power in range(6)])
-        axes.xaxis.set_major_formatter(lambda value, position: f"{value:,.0f}")
+        axes.xaxis.set_major_formatter(lambda value, position: _short(value))
         axes.set_ylim(0, 100)
         axes.set_title(name, fontsize=9, loc="left")
     for axes in panels[len(names) :]:
@@ -163,6 +162,20 @@ def _run_lengths(plt: Any, rows: Sequence[Any]) -> Any:
         grid[line][0].set_ylabel("% of lookups", fontsize=9)
     figure.tight_layout()
     return figure
+
+
+def _short(value: float) -> str:
+    """A run length that fits under a small panel: 512, 4k."""
+    return f"{value / 1024:.0f}k" if value >= 1024 else f"{value:.0f}"
+
+
+def _separate(axes: Any, names: Sequence[str]) -> None:
+    """A line where both parts of BASE.VARIANT change: between groups, and between bases among variants."""
+    parts = [name.partition(".") for name in names]
+    for number in range(1, len(names)):
+        (base, _, kind), (last_base, _, last_kind) = parts[number], parts[number - 1]
+        if base != last_base and kind != last_kind:
+            axes.axhline(number - 0.5, color=_INK, linewidth=0.6, alpha=0.4)
 
 
 def _marks(axes: Any, values: Sequence[float], heights: Sequence[float], number: int, label: str) -> None:
@@ -186,3 +199,4 @@ def _ratio_axis(axes: Any, values: Sequence[float], label: str) -> None:
 def _workload_axis(axes: Any, names: Sequence[str]) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
+    _separate(axes, names)

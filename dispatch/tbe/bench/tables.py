@@ -75,16 +75,14 @@ def bars(view: RunView) -> Section:
     return Section(BARS, note, head, tuple(rows), range(2, 4))
 
 
+_UNITS = {"x": (2, "x"), "us": (1, " us"), "s": (2, " s"), "%": (1, " %"), "B": (1, " B/lookup")}
+
+
 def _in_unit(value: float | None, unit: str) -> str:
     if value is None:
         return MISSING
-    return {
-        "x": f"{value:.2f}x",
-        "us": f"{value:,.1f} us",
-        "s": f"{value:.2f} s",
-        "%": f"{value:.1f} %",
-        "B": f"{value:,.1f} B/lookup",
-    }[unit]
+    digits, suffix = _UNITS[unit]
+    return f"{round(value, digits) + 0.0:,.{digits}f}{suffix}"  # + 0.0: no "-0.0"
 
 
 def _bar(standing: Standing) -> str:
@@ -94,9 +92,10 @@ def _bar(standing: Standing) -> str:
 
 def _basis(standing: Standing) -> str:
     """What a value stands on: the deciding workload, or how many; and what must be known about it."""
-    parts = [standing.decides] if standing.decides not in ("", *standing.target.workloads[:1]) else []
-    several = standing.wanted > 1
-    if several and standing.value is not None:
+    parts = []
+    if standing.wanted != 1 or not standing.target.workloads:  # else the figure itself names the workload
+        parts += [standing.decides] if standing.decides else []
+    if standing.wanted > 1 and standing.value is not None:
         of = "" if standing.found == standing.wanted else f" of {standing.wanted}"
         parts.append(f"{standing.found}{of} workloads")
     parts += [standing.target.note] if standing.target.note else []
