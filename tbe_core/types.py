@@ -93,6 +93,8 @@ class Capabilities:
     tlx_features: frozenset[str] = frozenset()
     cccl_version: str | None = None
     """Version of the ``cuda-cccl`` package (radix sort), when installed."""
+    config_dir: str | None = None
+    """Directory of the user's own device files (TBE_CONFIG_DIR), which come before a backend's."""
 
     def __str__(self) -> str:
         return f"{self.name or self.arch} ({self.vendor} {self.arch}, {self.processors} processors)"

@@ -6,7 +6,6 @@ that memory and CUDA graphs see one stream's order.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -16,39 +15,8 @@ from tbe_core import Lookup
 from . import launch, sort
 from .carry import CarryLayout
 from .launcher import Part, current_stream
+from .streams import Side, side_of
 from .tables import DeviceTables
-
-
-class _Side:
-    """A stream beside the current one, and the two events that order them."""
-
-    def __init__(self, device: torch.device) -> None:
-        # The sort is a chain of small kernels: with priority it is not queued behind the whole gather.
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self.forked, self.joined = torch.cuda.Event(), torch.cuda.Event()
-
-    def fork(self) -> None:
-        self.forked.record(torch.cuda.current_stream())
-        self.stream.wait_event(self.forked)
-
-    def join(self) -> None:
-        self.joined.record(self.stream)
-        torch.cuda.current_stream().wait_event(self.joined)
-
-
-class _Sides(threading.local):
-    def __init__(self) -> None:
-        self.by_device: dict[torch.device, _Side] = {}
-
-
-_sides = _Sides()
-
-
-def _side_of(device: torch.device) -> _Side:
-    found = _sides.by_device.get(device)
-    if found is None:
-        found = _sides.by_device[device] = _Side(device)
-    return found
 
 
 class SortAhead:
@@ -61,9 +29,14 @@ class SortAhead:
         device, bits = lookup.indices.device, spec.layout.total_rows.bit_length()
         layout = CarryLayout.of(spec, config, n, lookup.batch, lookup.per_sample_weights is not None)
         self._nbytes = layout.nbytes
-        self._side: _Side | None = None
+        self._side: Side | None = None
         given = self._held = self._result = layout.allocate(device)
         if not n:
+            return
+        if n <= config.rank_sort_lookups:
+            self._held = self._result = layout.allocate(device)
+            launch.linearise(lookup, tables, features, given, self._result, variant)
+            launch.rank_sort(given, self._result, variant)
             return
         caps = lookup.plan.caps
         radix = sort.radix_unavailable(caps) is None
@@ -77,7 +50,7 @@ class SortAhead:
         self._held = spare = layout.allocate(device, need + 16)
         temporary = Part(spare.buffer, layout.nbytes + -layout.nbytes % 16, need, torch.uint8)
         if n >= config.overlap_lookups:
-            self._side = _side_of(device)
+            self._side = side_of(device, "sort")
             self._side.fork()
         stream = current_stream() if self._side is None else self._side.stream.cuda_stream
         launch.linearise(lookup, tables, features, given, spare, variant, stream)

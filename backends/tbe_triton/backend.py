@@ -18,6 +18,7 @@ from tbe_core import (
     small_tables,
     takes_dense_tier,
 )
+from tbe_core.tuning import Knob
 
 from . import configs, sort
 from .carry import CarryLayout
@@ -72,6 +73,9 @@ class TritonBackend:
         )
         return config, notes
 
+    def search_space(self, caps: Capabilities) -> tuple[Knob, ...]:
+        return configs.search_space(caps)
+
     def settle(self) -> None:
         sort.settle()
 
@@ -102,8 +106,7 @@ class TritonBackend:
             if not out.numel():
                 pass
             elif pooled:
-                for shape, features in zip(tables.forward_shapes, tables.forward, strict=True):
-                    launch.forward_pool(lookup, shape, features, out, variant)
+                launch.forward(lookup, tables, out, variant)
             else:
                 launch.forward_rows(lookup, tables, out, variant)
             return out, torch.empty(0, dtype=torch.uint8, device=device) if ahead is None else ahead.finish()

@@ -13,10 +13,11 @@ from .shapes import optimizer_constants
 from .tables import DenseTables, DeviceTables
 
 BLOCK_COLUMNS = 128
-BAGS = 64
+BAGS = 32
 LENGTH = 256
-UNROLL = 8
+UNROLL = 10
 PIECES = 16
+WARPS = 4
 
 
 def update_dense(
@@ -60,7 +61,7 @@ def update_dense(
         MEAN=lookup.spec.pooling == "mean",
         EXACT=plan.caps.triton_interpret,
         ALIGN=dense.align,
-        num_warps=8,
+        num_warps=WARPS,
         variant=variant,
     )
     run(

@@ -11,12 +11,15 @@ from tbe_core import Lookup
 from .carry import Carry, CarryLayout
 from .kernels.forward import tbe_forward_pool_kernel, tbe_forward_rows_kernel, tbe_weight_grad_kernel
 from .kernels.jagged import tbe_check_kernel, tbe_linearise_kernel
+from .kernels.rank_sort import tbe_rank_sort_kernel
 from .launcher import INT32_MAX, run
 from .shapes import ForwardShape, next_power_of_two
+from .streams import NARROW, side_for_narrow
 from .tables import DeviceTables
 
 LINEARISE_CHUNK = 512
 ROWS_CHUNK = 16
+RANK_BLOCK, RANK_TILE = 16, 512
 WIDE_FROM = INT32_MAX - 4096
 """From this many lookups positions are computed in 64 bits: no block may step past int32."""
 
@@ -104,8 +107,43 @@ def linearise(
     )
 
 
+def rank_sort(carry: Carry, spare: Carry, variant: tuple[Any, ...]) -> None:
+    """``carry``'s lookups by ascending key into ``spare``, equal keys in their order."""
+    n = carry.keys.count
+    run(
+        tbe_rank_sort_kernel,
+        (-(-n // RANK_BLOCK),),
+        carry.keys,
+        carry.values,
+        spare.keys,
+        spare.values,
+        n,
+        BLOCK=RANK_BLOCK,
+        TILE=RANK_TILE,
+        num_warps=4,
+        variant=(*variant, carry.values.dtype),
+    )
+
+
+def forward(lookup: Lookup, tables: DeviceTables, out: torch.Tensor, variant: tuple[Any, ...]) -> None:
+    """Pool every feature."""
+    n, config = lookup.indices.numel(), lookup.plan.config
+    shapes = tables.forward_for(n, lookup.batch)
+    side = side_for_narrow([s.block for s in shapes], n, config, out.device)
+    for shape, features in zip(shapes, tables.forward, strict=True):
+        beside = side.stream.cuda_stream if side and shape.block <= NARROW else None
+        forward_pool(lookup, shape, features, out, variant, beside)
+    if side:
+        side.join()
+
+
 def forward_pool(
-    lookup: Lookup, shape: ForwardShape, features: torch.Tensor, out: torch.Tensor, variant: tuple[Any, ...]
+    lookup: Lookup,
+    shape: ForwardShape,
+    features: torch.Tensor,
+    out: torch.Tensor,
+    variant: tuple[Any, ...],
+    stream: int | None = None,
 ) -> None:
     """Pool the features of one block width into their columns of ``out``."""
     batch, n = lookup.batch, lookup.indices.numel()
@@ -136,7 +174,8 @@ def forward_pool(
         WIDE_LOOKUPS=n > WIDE_FROM,
         STREAMS=lookup.plan.config.forward_streams,
         num_warps=1,
-        variant=(*variant, shape.features[0]),
+        stream=stream,
+        variant=(*variant, shape.features[0], shape.bags, shape.unroll),
     )
 
 

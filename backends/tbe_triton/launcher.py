@@ -6,6 +6,8 @@ the launch itself does. Here the variant that fits the arguments is looked up an
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,22 @@ import torch
 INT32_MAX = 2**31 - 1
 
 _variants: dict[tuple[Any, ...], Any] = {}
+
+Record = Callable[[Any, tuple[Any, ...], int, dict[str, Any]], None]
+"""Takes a launch's kernel, arguments, warps and constants."""
+
+_record: Record | None = None
+
+
+@contextmanager
+def recording(record: Record) -> Iterator[None]:
+    """Hand every launch of this process to ``record`` instead of launching it: how kernels are cross-compiled."""
+    global _record
+    _record, before = record, _record
+    try:
+        yield
+    finally:
+        _record = before
 
 
 class Part:
@@ -61,7 +79,11 @@ def run(
         variant: hashable; equal only where the constants, and the kinds of all arguments, are equal. It saves
             the look at each of them; None where the caller cannot promise that.
     """
-    if args[0].device.type == "cpu":  # the interpreter
+    if _record is not None:
+        _record(kernel, args, num_warps, constants)
+        return
+    device_type = (args[0].buffer if isinstance(args[0], Part) else args[0]).device.type
+    if device_type == "cpu":  # the interpreter
         tensors = [a.tensor() if isinstance(a, Part) else a for a in args]
         kernel[grid](*tensors, num_warps=num_warps, **constants)
         return

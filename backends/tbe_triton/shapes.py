@@ -75,14 +75,17 @@ def _by_block(dims: dict[int, int]) -> dict[int, list[int]]:
     return found
 
 
-def forward_shapes(layout: Layout, config: DeviceConfig) -> tuple[ForwardShape, ...]:
+def forward_shapes(layout: Layout, config: DeviceConfig, short: bool = False) -> tuple[ForwardShape, ...]:
+    """One launch a block width; ``short`` where bags hold few lookups."""
+    side_by_side = config.forward_short_bags if short else config.forward_bags
+    unroll = config.forward_short_unroll if short else config.forward_unroll
     shapes = []
     for width, features in _by_block(dict(enumerate(layout.feature_dims))).items():
         block = min(width, config.forward_columns)
         dims = {layout.feature_dims[f] for f in features}
         bases = [layout.element_bases[layout.feature_table_map[f]] for f in features]
         columns = [layout.feature_columns[f] for f in features]
-        bags = 1 if block >= 512 else max(config.forward_bags, min(256 // block, 32))
+        bags = 1 if block >= 512 else max(side_by_side, min(256 // block, 32))
         shapes.append(
             ForwardShape(
                 features=tuple(features),
@@ -90,7 +93,7 @@ def forward_shapes(layout: Layout, config: DeviceConfig) -> tuple[ForwardShape, 
                 block=block,
                 column_blocks=-(-max(layout.feature_dims[f] for f in features) // block),
                 bags=bags,
-                unroll=max(min(config.forward_unroll, 4096 // (bags * block)), 1),
+                unroll=max(min(unroll, 4096 // (bags * block)), 1),
                 align=alignment(*(layout.feature_dims[f] for f in features), *bases, *columns),
                 wide=any(_elements(layout, f) > INT32_MAX for f in features),
             )

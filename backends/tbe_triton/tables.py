@@ -8,7 +8,7 @@ import torch
 
 from tbe_core import Capabilities, DeviceConfig, Group, Layout, Lookup, Route, Spec, route, small_tables
 
-from .shapes import alignment, forward_shapes, gradient_units, next_power_of_two, update_shapes
+from .shapes import ForwardShape, alignment, forward_shapes, gradient_units, next_power_of_two, update_shapes
 
 _numbers = itertools.count()
 
@@ -50,6 +50,7 @@ class DeviceTables:
         """Tells these tables from every other: compiled kernels are kept by it."""
         self.unit, self.row_units = gradient_units(spec)
         self.forward_shapes = forward_shapes(layout, config)
+        self.forward_short_shapes = forward_shapes(layout, config, short=True)
         self.update_shapes = update_shapes(layout, config, caps.warp_size)
         self.linearise = torch.tensor(
             [
@@ -90,6 +91,16 @@ class DeviceTables:
         self._shares = [sum(d in s.dims for d in layout.feature_dims) for s in self.update_shapes]
         self._features = layout.features
         self._cuts: dict[tuple[int, ...], _Cut] = {}
+
+    def forward_for(self, lookups: int, batch: int) -> tuple[ForwardShape, ...]:
+        """The launches of a forward, by the average length and the number of its bags.
+
+        Rows of small tables stay in the first-level cache: they too are better fetched for more bags at once.
+        """
+        config = self._config
+        short = lookups < config.forward_short_length * batch * self._features
+        short |= self.all_dense or lookups >= config.forward_short_lookups
+        return self.forward_short_shapes if short else self.forward_shapes
 
     def cut(self, lookups: int) -> tuple[_Cut, list[Route]]:
         """How sorted lookups are cut into stretches, and the route of every launch.

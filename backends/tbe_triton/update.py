@@ -10,10 +10,12 @@ from .carry import Carry, has_factors
 from .kernels.update import tbe_combine_kernel, tbe_group_bounds_kernel, tbe_update_kernel
 from .launch import variant_of
 from .launcher import Part, run
-from .shapes import alignment, optimizer_constants, warps_for
+from .shapes import alignment, optimizer_constants
+from .streams import NARROW, side_for_narrow
 from .tables import DeviceTables
 
-COMBINE_PIECES = 16
+COMBINE_ELEMENTS = 8192
+"""Elements of partials that a combine holds at once."""
 
 
 class Workspace:
@@ -50,6 +52,7 @@ def update(lookup: Lookup, tables: DeviceTables, grad: torch.Tensor, training: T
             num_warps=1,
             variant=variant,
         )
+    side = side_for_narrow([s.block for s in tables.update_shapes], n, plan.config, grad.device)
     for shape, route in zip(tables.update_shapes, routes, strict=True):
         # One stretch a program; of several groups each has its share of programs, which take turns.
         programs = route.programs if groups == 1 else -(-route.programs // shape.groups)
@@ -82,9 +85,12 @@ def update(lookup: Lookup, tables: DeviceTables, grad: torch.Tensor, training: T
             ALIGN=shape.align,
             GRAD_ALIGN=alignment(tables.unit),
             num_warps=shape.warps,
+            stream=side.stream.cuda_stream if side and shape.block <= NARROW else None,
             variant=(*variant, shape.block),
             **constants,
         )
+    if side:
+        side.join()
     if cut.fused:
         return
     programs = min(slots, plan.caps.processors * 8)
@@ -99,8 +105,8 @@ def update(lookup: Lookup, tables: DeviceTables, grad: torch.Tensor, training: T
         cut.groups,
         programs,
         BLOCK_D=cut.widest,
-        PIECES=max(COMBINE_PIECES * 128 // max(cut.widest, 128), 1),
-        num_warps=max(4, warps_for(cut.widest, plan.config, plan.caps.warp_size)),
+        PIECES=max(COMBINE_ELEMENTS // cut.widest, 1),
+        num_warps=8,
         variant=variant,
         **constants,
     )

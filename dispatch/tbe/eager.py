@@ -45,14 +45,19 @@ class TrainingLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
+        if torch.is_grad_enabled():  # create_graph=True: a step has no derivative
+            with torch.no_grad():
+                return TrainingLookup._step(ctx, grad)
+        return TrainingLookup._step(ctx, grad)
+
+    @staticmethod
+    def _step(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
         call: Call | None = ctx.call
         if call is None:
             raise RuntimeError(SECOND_BACKWARD)
-        _, _, per_sample_weights = ctx.saved_tensors
-        weight_grad = None
-        with torch.no_grad():
-            if per_sample_weights is not None and ctx.needs_input_grad[1]:
-                weight_grad = call.backend.per_sample_weight_grad(call.lookup, grad).to(per_sample_weights.dtype)
-            call.backend.backward_update(call.lookup, grad, call.training, ctx.carry)
+        per_sample_weights, weight_grad = ctx.saved_tensors[2], None
+        if per_sample_weights is not None and ctx.needs_input_grad[1]:
+            weight_grad = call.backend.per_sample_weight_grad(call.lookup, grad).to(per_sample_weights.dtype)
+        call.backend.backward_update(call.lookup, grad, call.training, ctx.carry)
         ctx.call = ctx.carry = None
         return None, weight_grad, None

@@ -88,7 +88,8 @@ class TableBatchedEmbeddingBags(nn.Module):
     @property
     def states(self) -> list[torch.Tensor]:
         """The flat optimizer states, in the order of the optimizer's ``STATE``."""
-        return [self.get_buffer(f"state_{s.name}") for s in self.spec.optimizer.STATE]
+        buffers: dict[str, Any] = self._buffers  # get_buffer resolves a path, on every call
+        return [buffers[f"state_{s.name}"] for s in self.spec.optimizer.STATE]
 
     @property
     def plan(self) -> Plan:

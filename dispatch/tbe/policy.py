@@ -5,12 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
-from tbe_core import Absent, Backend, BackendError, Capabilities, Plan, Policy, Problem, Spec, choose
+from tbe_core import (
+    Absent,
+    Backend,
+    BackendError,
+    Capabilities,
+    DeviceConfig,
+    Plan,
+    Policy,
+    Problem,
+    Spec,
+    choose,
+)
 
 from . import environment, probe, registry
 
@@ -80,10 +91,28 @@ def plan_for(problem: Problem, device: torch.device, asked: str) -> Plan:
 
 def plan_on(problem: Problem, caps: Capabilities, asked: str) -> Plan:
     """The plan on a device of which only the facts are at hand."""
-    return _plan(problem, caps, asked, environment.disabled())
+    plan = _plan(problem, caps, asked, environment.disabled())
+    return plan if _override is None else replace(plan, config=_override, notes=("a configuration on trial",))
 
 
 _fast: dict[tuple[object, ...], tuple[Backend, Plan]] = {}
+_override: DeviceConfig | None = None
+
+
+@contextlib.contextmanager
+def override_config(config: DeviceConfig) -> Iterator[None]:
+    """Run lookups in this block with ``config`` whatever the device's own is: for ``tbe tune``. Process-wide.
+
+    A lookup's backward must run in the block of its forward.
+    """
+    global _override
+    before, _override = _override, config
+    try:
+        yield
+    finally:
+        _override = before
+        for key in [key for key in _fast if key[-1] == config]:
+            del _fast[key]
 
 
 def backend_for(
@@ -97,7 +126,7 @@ def backend_for(
     """The backend and plan of a call. The host's time is spent here on every call: one dictionary lookup."""
     disabled = environment.disabled()
     interpret = environment.triton_interpret()
-    key = (spec.handle, device, index_dtype, offset_dtype, weighted, asked, disabled, interpret)
+    key = (spec.handle, device, index_dtype, offset_dtype, weighted, asked, disabled, interpret, _override)
     found = _fast.get(key)
     if found is None:
         plan = plan_for(spec.problem(index_dtype, offset_dtype, weighted), device, asked)

@@ -32,7 +32,7 @@ def software() -> dict[str, str | None]:
 
 
 @lru_cache(maxsize=64)
-def _probe(device_type: str, index: int, interpret: bool) -> Capabilities:
+def _probe(device_type: str, index: int, interpret: bool, config_dir: str | None) -> Capabilities:
     if device_type != "cuda":
         found = Capabilities(
             device_type=device_type,
@@ -54,10 +54,10 @@ def _probe(device_type: str, index: int, interpret: bool) -> Capabilities:
             l2_bytes=facts.L2_cache_size,
             warp_size=facts.warp_size,
         )
-    return _with_software(found, interpret)
+    return _with_software(found, interpret, config_dir)
 
 
-def _with_software(caps: Capabilities, interpret: bool) -> Capabilities:
+def _with_software(caps: Capabilities, interpret: bool, config_dir: str | None) -> Capabilities:
     here = software()
     return replace(
         caps,
@@ -65,12 +65,13 @@ def _with_software(caps: Capabilities, interpret: bool) -> Capabilities:
         triton_version=here["triton_version"],
         cccl_version=here["cccl_version"],
         triton_interpret=interpret,
+        config_dir=config_dir,
     )
 
 
 def as_if(name: str) -> Capabilities:
     """A device of ``tbe_core.devices`` with the software of this installation; KeyError for another name."""
-    return _with_software(DEVICES[name], interpret=False)
+    return _with_software(DEVICES[name], False, environment.config_dir())
 
 
 def capabilities(device: torch.device | str) -> Capabilities:
@@ -79,7 +80,7 @@ def capabilities(device: torch.device | str) -> Capabilities:
     index = device.index
     if index is None:
         index = torch.cuda.current_device() if device.type == "cuda" else 0
-    return _probe(device.type, index, environment.triton_interpret())
+    return _probe(device.type, index, environment.triton_interpret(), environment.config_dir())
 
 
 def devices() -> list[torch.device]:

@@ -9,6 +9,7 @@ import logging
 from functools import lru_cache
 
 from tbe_core import Absent, Backend
+from tbe_core.compiled import CrossCompileError, CrossCompiler
 
 logger = logging.getLogger("tbe")
 
@@ -58,6 +59,22 @@ def load(name: str) -> Backend | Absent:
     if not isinstance(found, Backend) or found.name != name:
         return Absent(name, f"{found!r} is not a backend of that name")
     return found
+
+
+def cross_compiler(name: str) -> CrossCompiler:
+    """The object ``cross_compiler`` that stands beside the backend ``name``.
+
+    Raises:
+        CrossCompileError: there is no such backend, or nothing of it can be compiled ahead.
+    """
+    found = load(name)
+    if isinstance(found, Absent):
+        raise CrossCompileError(f"backend {name!r}: {found.reason}")
+    package = IN_TREE[name] if name in IN_TREE else _third_party()[name].module
+    compiler = getattr(importlib.import_module(package), "cross_compiler", None)
+    if not isinstance(compiler, CrossCompiler):
+        raise CrossCompileError(f"backend {name!r} has no kernels to compile: {package} has no cross_compiler")
+    return compiler
 
 
 def load_all() -> list[Backend | Absent]:

@@ -17,6 +17,12 @@ def bag_range(offsets_ptr, bags, mask, lookups):
 
 
 @triton.jit
+def is_row(ids, rows):
+    """Whether 0 <= id < rows, in one comparison: as an unsigned number a negative id exceeds every row."""
+    return ids.to(tl.int64).to(tl.uint64, bitcast=True) < rows.to(tl.uint64, bitcast=True)
+
+
+@triton.jit
 def row_offsets(ids, dim, WIDE: tl.constexpr, ALIGN: tl.constexpr):
     """First element of each row within its table, with its alignment stated for 16-byte loads."""
     if WIDE:
@@ -79,7 +85,7 @@ def tbe_forward_pool_kernel(
             position = start + (i + j)
             has = (i + j) < length
             ids = tl.load(indices_ptr + position, mask=has, other=-1)
-            valid = (ids >= 0) & (ids < rows)
+            valid = is_row(ids, rows)
             at = row_offsets(ids, dim, WIDE, ALIGN)[:, None] + cols[None, :]
             if D == BLOCK_D * COLUMN_BLOCKS:
                 row = tl.load(weights_ptr + at, mask=valid[:, None], other=0.0).to(tl.float32)
@@ -168,7 +174,7 @@ def tbe_weight_grad_kernel(
     for i in range(0, length, UNROLL):
         has = (i + lane) < length
         ids = tl.load(indices_ptr + start + i + lane, mask=has, other=-1)
-        valid = (ids >= 0) & (ids < rows)
+        valid = is_row(ids, rows)
         at = table + row_offsets(ids, dim, WIDE, ALIGN)[:, None] + cols[None, :]
         row = tl.load(weights_ptr + at, mask=valid[:, None] & col_mask[None, :], other=0.0).to(tl.float32)
         tl.store(out_ptr + start + i + lane, tl.sum(row * grad[None, :], axis=1), mask=has)

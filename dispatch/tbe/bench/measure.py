@@ -22,6 +22,7 @@ from tbe.bench.inputs import Inputs
 FORWARD, BACKWARD, TOGETHER, STEP, GRAPH = "forward", "backward", "together", "step", "graph"
 MEMORY, FIRST_COLD, FIRST_WARM = "peak_memory", "first_step_cold", "first_step_warm"
 SECONDS, BYTES = "s", "B"
+PASSES = (FORWARD, BACKWARD, TOGETHER)
 
 State = TypeVar("State")
 
@@ -58,15 +59,25 @@ def figures(
     built: Built, sets: Sequence[Inputs], device: torch.device, repeats: int, graph: bool
 ) -> Iterator[Figure]:
     """Every metric of ``built``, each as it is taken; ``graph`` adds the step captured in a CUDA graph."""
-    for inputs in sets:  # sizes differ between sets: compile and allocate for each before timing any
-        step(built, inputs)
-    yield Figure(FORWARD, SECONDS, *_forward(built, sets, device, repeats))
-    yield Figure(BACKWARD, SECONDS, *_backward(built, sets, device, repeats))
-    yield Figure(TOGETHER, SECONDS, *_together(built, sets, device, repeats))
+    warm_up(built, sets)
+    for metric in PASSES:
+        yield pass_figure(metric, built, sets, device, repeats)
     yield Figure(STEP, SECONDS, wall(lambda: _every(built, sets), device, repeats, len(sets)))
     yield peak_memory(built, sets[0], device)
     if graph:
         yield graph_step(built, sets[0], device, repeats)
+
+
+def warm_up(built: Built, sets: Sequence[Inputs]) -> None:
+    """A step of each set. Sizes differ between sets: compile and allocate for each before timing any."""
+    for inputs in sets:
+        step(built, inputs)
+
+
+def pass_figure(metric: str, built: Built, sets: Sequence[Inputs], device: torch.device, repeats: int) -> Figure:
+    """Device time of one of ``PASSES``; wall time on the CPU."""
+    timed = {FORWARD: _forward, BACKWARD: _backward, TOGETHER: _together}[metric]
+    return Figure(metric, SECONDS, *timed(built, sets, device, repeats))
 
 
 def copy_speed(device: torch.device, repeats: int = 7) -> float:

@@ -14,6 +14,8 @@ from typer.core import TyperGroup
 
 from tbe.bench.errors import BenchError
 
+from .device import chosen_device
+
 if TYPE_CHECKING:
     import torch
 
@@ -73,7 +75,7 @@ def run(
     with _refusals():
         if not 0 < scale <= 1:
             raise BenchError(f"--scale must be in (0, 1], got {scale:g}")
-        target = _device(device)
+        target = chosen_device(device)
         options = RunOptions(
             workloads=tuple(select(workloads)),
             implementations=tuple(resolve(implementations, target)),
@@ -126,7 +128,7 @@ def list_(device: Device = None, as_json: Json = False) -> None:
     from tbe.bench.workloads import catalogue
 
     with _refusals():
-        target = _device(device)
+        target = chosen_device(device)
         known = catalogue()
         names = ["ours", *(f"ours:{name}" for name in _backends(target)), "fbgemm", "torch"]
         makers = [(maker.name, maker.unavailable(target)) for maker in resolve(",".join(names), target)]
@@ -176,28 +178,6 @@ def _backends(device: torch.device) -> list[str]:
     from tbe.bench.implementations import backend_reasons
 
     return list(backend_reasons(device))
-
-
-def _device(text: str | None) -> torch.device:
-    """The device asked for, or a CUDA device where there is one. Raises ``BenchError`` for one there is
-    not."""
-    import torch
-
-    if text is None:
-        text = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(text)
-    except RuntimeError as error:
-        raise BenchError(f"--device {text}: {str(error).splitlines()[0]}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise BenchError(f"--device must be cuda, cuda:N or cpu, got {text}")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise BenchError(f"--device {text}: this machine has {count} CUDA devices")
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        torch.cuda.set_device(device)
-    return device
 
 
 @contextmanager

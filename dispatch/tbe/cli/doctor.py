@@ -93,13 +93,13 @@ def _device(name: str, caps: Capabilities, pretended: bool) -> dict[str, Any]:
 
     plans = []
     for title, (spec, weighted) in _problems().items():
-        backend = None
+        backend = source = None
         try:
             plan = policy.plan_on(spec.problem(weighted=weighted), caps, policy.request(None))
-            backend, text = plan.backend, str(plan)
+            backend, source, text = plan.backend, plan.config.source, str(plan)
         except BackendError as error:
             text = str(error)
-        plans.append({"problem": title, "backend": backend, "plan": text})
+        plans.append({"problem": title, "backend": backend, "config_source": source, "plan": text})
     return {
         "device": name,
         "pretended": pretended,

@@ -8,10 +8,12 @@ from .bench import bench_app
 from .compile import compile_kernels
 from .doctor import doctor
 from .train import train
+from .tune import tune
 
 app = typer.Typer(help="Portable table-batched embeddings.", no_args_is_help=True, add_completion=False)
 app.command("doctor")(doctor)
 app.command("train")(train)
+app.command("tune")(tune)
 app.command("compile")(compile_kernels)
 app.add_typer(bench_app, name="bench")
 
