@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,19 +19,16 @@ from typer.testing import CliRunner
 
 from tbe.bench import gate, peers, plots
 from tbe.bench.errors import PlotError, SelectionError, StoreError
-from tbe.bench.implementations import load, resolve
+from tbe.bench.implementations import Ours, load, resolve
 from tbe.bench.inputs import SETS, Inputs, feature_bounds, make_input_sets, make_inputs, zipf_ranks
-from tbe.bench.machine import machine_facts, software_facts
-from tbe.bench.measure import BACKWARD, FORWARD, SECONDS, STEP, Figure, passes
-from tbe.bench.page import render
+from tbe.bench.measure import BACKWARD, FORWARD, STEP, TOGETHER, passes
 from tbe.bench.planted import FAULTS, Planted, PlantedBuilt
 from tbe.bench.profile import floor_bytes, profile
 from tbe.bench.queries import RunView
 from tbe.bench.report import as_json
 from tbe.bench.runner import Runner, RunOptions
-from tbe.bench.store import OK, WRONG, Outcome, Store
-from tbe.bench.tables import sections
-from tbe.bench.workloads import Workload, catalogue, select
+from tbe.bench.store import Store
+from tbe.bench.workloads import TAGS, Workload, catalogue, select
 from tbe.cli.bench import bench_app
 
 CPU = torch.device("cpu")
@@ -64,7 +62,8 @@ def test_documented_parameters(name: str) -> None:
 
 def test_catalogue_is_complete() -> None:
     assert len(KNOWN) == len(catalogue())
-    assert len(select("base")) == 11 and len(select("weighted")) == 7
+    counts = {"base": 11, "weighted": 7, "fp16_output": 10, "variant": 9, "published": 2}
+    assert {tag: len(select(tag)) for tag in TAGS} == counts and sum(counts.values()) == len(KNOWN)
     mlperf, mixed = KNOWN["mlperf_dlrm2"], KNOWN["mixed_dims"]
     assert (mlperf.features, mlperf.batch, sum(mlperf.lengths)) == (26, 8192, 214)
     assert mlperf.table_bytes == pytest.approx(52e9, rel=0.02)
@@ -72,6 +71,29 @@ def test_catalogue_is_complete() -> None:
     assert [w.name for w in select("zipf_1m,weighted")][:2] == ["zipf_1m", "fbgemm_default.weighted"]
     with pytest.raises(SelectionError, match=r"nosuch.*valid: all, base"):
         select("zipf_1m,nosuch")
+
+
+def test_published_workloads_are_as_published() -> None:
+    """FBGEMM's option defaults, and the totals of the command in TorchRec's pull request 4548."""
+    w = KNOWN["fbgemm_published"]
+    assert (w.rows, w.dims, w.batch, w.lengths) == ((100_000,) * 32, (128,) * 32, 512, (20,) * 32)
+    assert (w.weights_dtype, w.output_dtype, w.lr, w.eps) == (torch.float32, torch.float32, 0.1, 0.1)
+    w = KNOWN["torchrec_66"]
+    assert (w.features, w.batch, sum(w.dims), sum(w.lengths)) == (66, 294_912, 5492, 1015)
+    assert (max(w.rows), w.rows[26], w.dims[26], w.rows[-3:]) == (16_992_630, 16_992_630, 64, (2, 2, 2))
+    assert [w.dims.count(dim) for dim in (128, 64, 8, 4)] == [41, 1, 21, 3]
+    assert w.table_bytes == 37_654_215_568 and w.lengths[:3] == (120, 86, 86)
+
+
+def test_a_workload_s_bounds_check_reaches_the_module() -> None:
+    w = replace(SMALL, bounds_check="warn", tags=("variant",))
+    built: Any = Ours("cpu").build(w, CPU)
+    assert built._emb.spec.bounds_check == "warn" and "bounds check warn" in w.summary()
+    assert KNOWN["uniform_10m.bounds_warn"] == replace(
+        KNOWN["uniform_10m"], name="uniform_10m.bounds_warn", bounds_check="warn", tags=("variant",)
+    )
+    reason = peers.TorchEmbeddingBag().unsupported(replace(w, weights_dtype=torch.float32))
+    assert reason == "EmbeddingBag has no bounds check 'warn'"
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -211,7 +233,7 @@ def test_runner_records_right_wrong_failed_and_unsupported(tmp_path: Path) -> No
         assert voided["zipf_1m", "wrong"][0] == "wrong" and "state off by" in voided["zipf_1m", "wrong"][1]
         assert store.rows("SELECT state_error FROM result WHERE status = 'wrong'")[0]["state_error"] > 0.1
         metrics = {r["metric"] for r in view.figures() if r["implementation"] == "ours"}
-        assert metrics >= {FORWARD, BACKWARD, STEP, "first_step_cold", "first_step_warm"}
+        assert metrics >= {FORWARD, BACKWARD, TOGETHER, STEP, "first_step_cold", "first_step_warm"}
         assert view.header()["complete"] == 1
 
 
@@ -233,88 +255,6 @@ def test_time_limit_and_crash_keep_what_is_done(tmp_path: Path) -> None:
         assert view.run_lengths()[0]["workload"] == "zipf_1m"
 
 
-def add_run(store: Store, times: dict[str, dict[str, tuple[float, float, float]]], device: str) -> int:
-    """A finished run with (forward, backward, step) in microseconds by implementation and workload."""
-    machine = {**machine_facts(CPU), "device": device}
-    run = store.add_run(machine, software_facts(), repeats=11, scale=1.0, seed=0, copy_bytes_per_second=4e12)
-    inputs = make_inputs(SMALL, CPU, 0)
-    facts = replace(profile(SMALL, inputs), forward_bytes=40_000_000, backward_bytes=80_000_000)
-    names = list(dict.fromkeys(name for by_workload in times.values() for name in by_workload))
-    for position, name in enumerate(names):
-        workload = store.add_workload(replace(SMALL, name=name))
-        store.add_batch(run, workload, position, facts)
-        for turn, (maker, by_workload) in enumerate(times.items()):
-            if name not in by_workload:
-                continue
-            known = store.add_implementation(maker, "1", maker == "ours")
-            metrics = zip((FORWARD, BACKWARD, STEP), by_workload[name], strict=True)
-            figures = tuple(Figure(m, SECONDS, (value * 1e-6,)) for m, value in metrics)
-            verdict = gate.Verdict(1e-7, 0.5, 1e-6, None)
-            store.add_result(run, workload, known, turn, Outcome(OK, "", "", verdict, figures))
-    store.finish_run(run)
-    return run
-
-
-TIMES = {
-    "ours": {"one": (10.0, 20.0, 40.0), "two": (10.0, 100.0, 200.0)},
-    "peer": {"one": (20.0, 160.0, 180.0), "two": (5.0, 200.0, 200.0)},
-}
-
-
-def test_report_shows_the_database_s_numbers(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    with Store(tmp_path / "a.db", create=True) as store:
-        view = RunView(store, add_run(store, TIMES, "chip"))
-        found = {r["metric"]: (r["geomean"], r["worst"], r["worst_workload"]) for r in view.summary()}
-        assert found[FORWARD] == pytest.approx((1.0, 0.5, "two"))
-        assert found[BACKWARD] == pytest.approx((4.0, 2.0, "two"))
-        assert found[STEP] == pytest.approx((math.sqrt(4.5), 1.0, "two"))
-        floors = {(r["workload"], r["implementation"], r["metric"]): r["ratio"] for r in view.floors()}
-        assert floors["one", "peer", FORWARD] == pytest.approx(2.0)  # 40 MB at 4 TB/s are 10 us
-        assert floors["two", "ours", BACKWARD] == pytest.approx(5.0)
-        assert sum(r["share"] for r in view.run_lengths() if r["workload"] == "one") == pytest.approx(1.0)
-        tables = {section.title: section.rows for section in sections(view)}
-        assert tables["ours against peer"][0] == (
-            *("one", "10.0", "20.0", "2.00x", "20.0", "160", "8.00x", "40.0", "180", "4.50x"),
-        )
-        page = render(view)
-    for row in tables["ours against peer"] + tables["Speed-up summary"]:
-        assert all(f">{cell}</td>" in page for cell in row)
-    assert page.count("<svg") == 3
-    for outside in ('src="', 'href="http', "url(http", "@import", "<script", "<link", "DOCTYPE svg"):
-        assert outside not in page
-
-
-def test_comparisons_never_join_across_runs(tmp_path: Path) -> None:
-    with Store(tmp_path / "a.db", create=True) as store:
-        first = add_run(store, {"ours": TIMES["ours"]}, "chip")
-        second = add_run(store, {"peer": TIMES["peer"]}, "chip")
-        assert [len(RunView(store, run).comparisons()) for run in (first, second)] == [0, 0]
-        slow = {"ours": TIMES["ours"], "peer": {"one": (70.0, 70.0, 70.0)}}
-        third = add_run(store, slow, "other chip")
-        found = [(r["workload"], r["metric"], r["speedup"]) for r in RunView(store, third).comparisons()]
-        assert found == [("one", m, pytest.approx(s)) for m, s in ((FORWARD, 7.0), (BACKWARD, 3.5), (STEP, 1.75))]
-        assert store.rows("SELECT COUNT(*) AS n FROM comparison")[0]["n"] == 3
-        assert {r["run_id"] for r in store.rows("SELECT run_id FROM comparison")} == {third}
-        assert [r["n"] for r in store.rows("SELECT COUNT(*) AS n FROM machine")] == [2]
-        with pytest.raises(StoreError, match=r"no run 9; runs: 1, 2, 3"):
-            RunView(store, 9)
-
-
-def test_store_refuses_figures_of_wrong_results(tmp_path: Path) -> None:
-    figure = (Figure(STEP, SECONDS, (1.0,)),)
-    with Store(tmp_path / "a.db", create=True) as store:
-        run = add_run(store, TIMES, "chip")
-        other = store.add_implementation("other", "1", False)
-        with pytest.raises(sqlite3.IntegrityError, match="did not pass the gate"):
-            store.add_result(run, 1, other, 2, Outcome(WRONG, "state off", "", None, figure))
-        with pytest.raises(sqlite3.IntegrityError, match="before voiding"):
-            store.rows("UPDATE result SET status = 'wrong', reason = 'late'")
-        with pytest.raises(sqlite3.IntegrityError, match="FOREIGN KEY"):
-            store.add_result(run, 99, other, 2, Outcome(WRONG, "state off"))
-        assert store.rows("SELECT COUNT(*) AS n FROM result")[0]["n"] == 4
-
-
 def test_store_refuses_other_files(tmp_path: Path) -> None:
     (tmp_path / "text.db").write_text("not a database, but long enough to look at" * 30)
     with sqlite3.connect(tmp_path / "foreign.db") as other:
@@ -325,7 +265,7 @@ def test_store_refuses_other_files(tmp_path: Path) -> None:
         "missing.db": "no results database at",
         "text.db": "is not a results database",
         "foreign.db": "something else",
-        "new.db": r"schema version 99, .* version 1 only",
+        "new.db": r"schema version 99, .* version 2 only",
     }
     for name, message in refusals.items():
         with pytest.raises(StoreError, match=message):
@@ -372,7 +312,9 @@ def test_command_line_end_to_end(tmp_path: Path) -> None:
     small = ("--device", "cpu", "--scale", "0.001", "--repeats", "2", "--db", db, "--workloads", names)
     printed = json.loads(invoke("run", "--implementations", "ours,torch", *small, "--json"))
     assert printed["without_figures"] == []
-    assert {r["metric"] for r in printed["comparisons"]} == {FORWARD, BACKWARD, STEP}
+    assert {r["metric"] for r in printed["comparisons"]} == {FORWARD, BACKWARD, TOGETHER, STEP}
+    assert {r["tag"] for r in printed["summary"]} == {"variant"}
+    assert {r["verdict"] for r in printed["bars"]} == {"not measured", "not judged"}
     text = invoke("--implementations", "ours,torch", *small)  # without a command: run
     assert "Speed-up summary" in text and text.rstrip().endswith("same run.")
     assert "ours against torch" in invoke("report", db, "--html", str(html), "--run", "1")

@@ -130,7 +130,7 @@ class Ours:
             optimizer=tbe.RowwiseAdagrad(lr=workload.lr, eps=workload.eps),
             weights_dtype=workload.weights_dtype,
             output_dtype=workload.output_dtype,
-            bounds_check="none",
+            bounds_check=workload.bounds_check,
             backend=self.backend,
             device=device,
         )

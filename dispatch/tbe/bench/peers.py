@@ -17,6 +17,7 @@ _FBGEMM_MODULE = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
 _FBGEMM_COMMON = "fbgemm_gpu.split_table_batched_embeddings_ops_common"
 _FBGEMM_CONFIGS = "fbgemm_gpu.split_embedding_configs"
 _SPARSE_TYPES = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"}
+_BOUNDS_CHECKS = {"none": "NONE", "warn": "WARNING", "ignore": "IGNORE", "error": "FATAL"}
 
 
 def peers() -> list[Implementation]:
@@ -25,10 +26,9 @@ def peers() -> list[Implementation]:
 
 
 class _FbgemmBuilt:
-    detail = "SplitTableBatchedEmbeddingBagsCodegen, EXACT_ROWWISE_ADAGRAD, BoundsCheckMode.NONE"
-
-    def __init__(self, emb: Any) -> None:
+    def __init__(self, emb: Any, bounds_check: str) -> None:
         self._emb = emb
+        self.detail = f"SplitTableBatchedEmbeddingBagsCodegen, EXACT_ROWWISE_ADAGRAD, {bounds_check}"
 
     def tables(self) -> list[Tensor]:
         return list(self._emb.split_embedding_weights())
@@ -49,7 +49,7 @@ class _FbgemmBuilt:
 @dataclass
 class Fbgemm:
     """FBGEMM_GPU's table-batched embedding with its fused exact row-wise Adagrad: tables in device memory, no
-    cache, no bounds check, no stochastic rounding. On the CPU its CPU operator."""
+    cache, no stochastic rounding, the bounds check that the workload asks for. On the CPU its CPU operator."""
 
     name: str = "fbgemm"
     ours: bool = False
@@ -75,6 +75,7 @@ class Fbgemm:
         sparse_type = importlib.import_module(_FBGEMM_CONFIGS).SparseType
         location = common.EmbeddingLocation.DEVICE if device.type == "cuda" else common.EmbeddingLocation.HOST
         compute = training.ComputeDevice.CUDA if device.type == "cuda" else training.ComputeDevice.CPU
+        bounds_check = getattr(common.BoundsCheckMode, _BOUNDS_CHECKS[workload.bounds_check])
         shapes = zip(workload.rows, workload.dims, strict=True)
         emb = training.SplitTableBatchedEmbeddingBagsCodegen(
             [(rows, dim, location, compute) for rows, dim in shapes],
@@ -84,11 +85,11 @@ class Fbgemm:
             weights_precision=getattr(sparse_type, _SPARSE_TYPES[workload.weights_dtype]),
             output_dtype=getattr(sparse_type, _SPARSE_TYPES[workload.output_dtype]),
             pooling_mode=getattr(common.PoolingMode, workload.pooling.upper()),
-            bounds_check_mode=common.BoundsCheckMode.NONE,
+            bounds_check_mode=bounds_check,
             stochastic_rounding=False,
             device=device,
         )
-        return _FbgemmBuilt(emb)
+        return _FbgemmBuilt(emb, str(bounds_check))
 
 
 class _TorchBuilt:
@@ -165,6 +166,8 @@ class TorchEmbeddingBag:
     def unsupported(self, workload: Workload) -> str | None:
         if workload.weighted and workload.pooling != "sum":
             return f"EmbeddingBag takes per-sample weights with sum only, not {workload.pooling}"
+        if workload.bounds_check != "none":
+            return f"EmbeddingBag has no bounds check {workload.bounds_check!r}"
         dtypes = {workload.weights_dtype, workload.output_dtype}
         if dtypes != {torch.float32}:
             names = f"{dtype_name(workload.weights_dtype)} to {dtype_name(workload.output_dtype)}"

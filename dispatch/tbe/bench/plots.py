@@ -11,9 +11,14 @@ from typing import Any
 from tbe.bench.errors import PlotError
 from tbe.bench.queries import COMPARED, RunView
 
-# Okabe and Ito's palette: told apart with every common form of colour blindness. Shapes repeat the
-# distinction.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
+# Colours are placeholders that _inline turns into the page's CSS variables, so that a plot follows the page
+# into a dark scheme. The page's marks are close to Okabe and Ito's palette: told apart with every common form
+# of colour blindness. Shapes repeat the distinction.
+_INK, _GRID, _PAPER, _BAND_COLOUR = "#010101", "#010102", "#010103", "#010104"
+_COLOURS = tuple(f"#01020{number}" for number in range(1, 7))
+_VARIABLES = {_INK: "ink", _GRID: "line", _PAPER: "paper", _BAND_COLOUR: "band"} | {
+    colour: f"mark-{number}" for number, colour in enumerate(_COLOURS, 1)
+}
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _BAND = (32, 255)  # run lengths between what one program owns whole and what is split
 
@@ -26,9 +31,16 @@ _STYLE = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": "#d9d9d9",
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "axes.titlecolor": _INK,
+    "axes.facecolor": "none",
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "grid.color": _GRID,
     "grid.linewidth": 0.6,
-    "figure.facecolor": "white",
+    "figure.facecolor": "none",
 }
 
 
@@ -44,7 +56,7 @@ def speedup_plots(view: RunView) -> list[tuple[str, str]]:
 
 
 def floor_plot(view: RunView) -> str | None:
-    """Time over gather floor, forward and backward side by side; None without figures."""
+    """Gather floor over time, forward and backward side by side; None without figures."""
     rows = view.floors()
     return _drawn(_floors, rows) if rows else None
 
@@ -74,13 +86,14 @@ def _drawn(draw: Callable[[Any, Sequence[Any]], Any], rows: Sequence[Any]) -> st
 
 
 def _inline(svg: str) -> str:
-    """Only the element: the prologue and the metadata name outside addresses, and a fixed size cannot
-    shrink."""
+    """Only the element, in the page's colours: the prologue and the metadata name outside addresses, and a
+    fixed size cannot shrink."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    return re.sub(
-        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    )
+    for colour, name in _VARIABLES.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    return re.sub(r'(<svg[^>]*?) width="([^"]*)"', r'\1 style="max-width: \2"', svg, count=1)
 
 
 def _names(rows: Sequence[Any]) -> list[str]:
@@ -90,15 +103,15 @@ def _names(rows: Sequence[Any]) -> list[str]:
 
 def _speedups(plt: Any, rows: Sequence[Any]) -> Any:
     names = _names(rows)
-    figure, axes = plt.subplots(figsize=(9, 1.4 + 0.34 * len(names)))
-    axes.axvline(1.0, color="black", linewidth=1)
+    figure, axes = plt.subplots(figsize=(12, 1.4 + 0.34 * len(names)))
+    axes.axvline(1.0, color=_INK, linewidth=1)
     for number, metric in enumerate(COMPARED):
         chosen = [row for row in rows if row["metric"] == metric]
-        heights = [names.index(row["workload"]) + 0.18 * (number - 1) for row in chosen]
+        heights = [names.index(row["workload"]) + 0.18 * (number - 1.5) for row in chosen]
         _marks(axes, [row["speedup"] for row in chosen], heights, number, metric)
     _ratio_axis(axes, [row["speedup"] for row in rows], "peer's time / our time (right of 1: ours is faster)")
     _workload_axis(axes, names)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, frameon=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(COMPARED), frameon=False)
     return figure
 
 
@@ -106,15 +119,15 @@ def _floors(plt: Any, rows: Sequence[Any]) -> Any:
     names = _names(rows)
     makers = list(dict.fromkeys(row["implementation"] for row in rows))
     metrics = ("forward", "backward")
-    figure, panels = plt.subplots(1, 2, figsize=(11, 1.4 + 0.34 * len(names)), sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(12, 1.4 + 0.34 * len(names)), sharey=True)
     for axes, metric in zip(panels, metrics, strict=True):
-        axes.axvline(1.0, color="black", linewidth=1)
+        axes.axvline(1.0, color=_INK, linewidth=1)
         shown = [row for row in rows if row["metric"] == metric]
         for number, maker in enumerate(makers):
             chosen = [row for row in shown if row["implementation"] == maker]
             heights = [names.index(row["workload"]) for row in chosen]
             _marks(axes, [row["ratio"] for row in chosen], heights, number, maker)
-        _ratio_axis(axes, [row["ratio"] for row in shown], f"{metric}: time / gather floor (left is faster)")
+        _ratio_axis(axes, [row["ratio"] for row in shown], f"{metric}: floor / time (right is faster)")
         _workload_axis(axes, names)
     panels[0].legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(makers), frameon=False)
     figure.tight_layout()
@@ -125,18 +138,18 @@ def _run_lengths(plt: Any, rows: Sequence[Any]) -> Any:
     names, columns = _names(rows), 4
     lines = -(-len(names) // columns)
     figure, grid = plt.subplots(
-        lines, columns, figsize=(11, 0.6 + 1.9 * lines), sharex=True, sharey=True, squeeze=False
+        lines, columns, figsize=(12, 0.6 + 1.9 * lines), sharex=True, sharey=True, squeeze=False
     )
     panels = list(grid.flat)
     for axes, name in zip(panels, names, strict=False):
         chosen = [row for row in rows if row["workload"] == name]
-        axes.axvspan(_BAND[0], _BAND[1] + 1, color="#E69F00", alpha=0.25, linewidth=0)
+        axes.axvspan(_BAND[0], _BAND[1] + 1, color=_BAND_COLOUR, alpha=0.25, linewidth=0)
         lows, widths = [row["low"] for row in chosen], [row["high"] + 1 - row["low"] for row in chosen]
         shares = [100 * row["share"] for row in chosen]
-        axes.bar(lows, shares, widths, align="edge", color=_COLOURS[0], edgecolor="white", linewidth=0.5)
+        axes.bar(lows, shares, widths, align="edge", color=_COLOURS[0], edgecolor=_PAPER, linewidth=0.5)
         axes.set_xscale("log", base=2)
         axes.set_xticks([8**power for power in range(6)])
-        axes.xaxis.set_major_formatter(lambda value, position: f"{value:,.0f}")
+        axes.xaxis.set_major_formatter(lambda value, position: _short(value))
         axes.set_ylim(0, 100)
         axes.set_title(name, fontsize=9, loc="left")
     for axes in panels[len(names) :]:
@@ -149,6 +162,20 @@ def _run_lengths(plt: Any, rows: Sequence[Any]) -> Any:
         grid[line][0].set_ylabel("% of lookups", fontsize=9)
     figure.tight_layout()
     return figure
+
+
+def _short(value: float) -> str:
+    """A run length that fits under a small panel: 512, 4k."""
+    return f"{value / 1024:.0f}k" if value >= 1024 else f"{value:.0f}"
+
+
+def _separate(axes: Any, names: Sequence[str]) -> None:
+    """A line where both parts of BASE.VARIANT change: between groups, and between bases among variants."""
+    parts = [name.partition(".") for name in names]
+    for number in range(1, len(names)):
+        (base, _, kind), (last_base, _, last_kind) = parts[number], parts[number - 1]
+        if base != last_base and kind != last_kind:
+            axes.axhline(number - 0.5, color=_INK, linewidth=0.6, alpha=0.4)
 
 
 def _marks(axes: Any, values: Sequence[float], heights: Sequence[float], number: int, label: str) -> None:
@@ -172,3 +199,4 @@ def _ratio_axis(axes: Any, values: Sequence[float], label: str) -> None:
 def _workload_axis(axes: Any, names: Sequence[str]) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
+    _separate(axes, names)

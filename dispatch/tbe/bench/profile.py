@@ -42,6 +42,7 @@ class Profile:
     bins: tuple[RunBin, ...]
     forward_bytes: int
     backward_bytes: int
+    output_bytes: int
 
 
 def profile(workload: Workload, inputs: Inputs) -> Profile:
@@ -65,6 +66,7 @@ def profile(workload: Workload, inputs: Inputs) -> Profile:
         bins=_bins(counts),
         forward_bytes=forward,
         backward_bytes=backward,
+        output_bytes=inputs.grad.numel() * inputs.grad.element_size(),  # the output has its gradient's shape
     )
 
 

@@ -4,15 +4,35 @@ themselves."""
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tbe.bench.errors import StoreError
+from tbe.bench.measure import (
+    BACKWARD,
+    FIRST_COLD,
+    FIRST_WARM,
+    FORWARD,
+    GRAPH,
+    STEP,
+    TOGETHER,
+)
 from tbe.bench.store import Store
+from tbe.bench.workloads import TAGS
 
 Rows = Sequence[sqlite3.Row]
 
-COMPARED = ("forward", "backward", "step")
-_ORDER = "CASE metric WHEN 'forward' THEN 0 WHEN 'backward' THEN 1 WHEN 'step' THEN 2 ELSE 3 END"
+COMPARED = (FORWARD, BACKWARD, TOGETHER, STEP)
+_COMPARED = ", ".join(f"'{metric}'" for metric in COMPARED)
+
+
+def _ranked(column: str, values: Sequence[str]) -> str:
+    """An ORDER BY term: ``values`` in their order, then the rest."""
+    cases = " ".join(f"WHEN '{value}' THEN {number}" for number, value in enumerate(values))
+    return f"CASE {column} {cases} ELSE {len(values)} END"
+
+
+_ORDER = _ranked("metric", COMPARED)
+_TAG_ORDER = _ranked("tag", TAGS)
 
 
 class RunView:
@@ -34,6 +54,10 @@ class RunView:
 
     def _rows(self, query: str, *values: object) -> Rows:
         return self._store.rows(query, (self.id, *values))
+
+    def named(self, query: str, values: Mapping[str, object]) -> Rows:
+        """Rows of a query with named values, of which ``:run`` is this run."""
+        return self._store.rows(query, dict(values, run=self.id))
 
     def header(self) -> sqlite3.Row:
         """Machine, software and settings of the run; ``complete`` is 0 when it was cut short."""
@@ -69,55 +93,55 @@ class RunView:
         return self._rows(query)
 
     def times(self) -> Rows:
-        """One row a workload and implementation: forward, backward, step, graph, first step, peak memory."""
-        query = """
-            SELECT workload, implementation, ours,
-                   MAX(CASE metric WHEN 'forward' THEN median END) AS forward,
-                   MAX(CASE metric WHEN 'backward' THEN median END) AS backward,
-                   MAX(CASE metric WHEN 'step' THEN median END) AS step,
-                   MAX(CASE metric WHEN 'graph' THEN median END) AS graph,
-                   MAX(CASE metric WHEN 'first_step_cold' THEN median END) AS first_step_cold,
-                   MAX(CASE metric WHEN 'first_step_warm' THEN median END) AS first_step_warm,
-                   MAX(CASE metric WHEN 'peak_memory' THEN median END) AS peak_memory
-            FROM figure WHERE run_id = ?
-            GROUP BY workload_id, implementation_id ORDER BY position, ours DESC, implementation_id"""
+        """One row a workload and implementation: forward, backward, together, step, graph, first_step_cold,
+        first_step_warm, and the peak memory beyond the output in bytes a lookup."""
+        names = (FORWARD, BACKWARD, TOGETHER, STEP, GRAPH, FIRST_COLD, FIRST_WARM)
+        picks = ", ".join(f"MAX(CASE metric WHEN '{name}' THEN figure.median END) AS {name}" for name in names)
+        query = f"""
+            SELECT figure.workload, figure.implementation, figure.ours, {picks}, bytes_a_lookup
+            FROM figure LEFT JOIN beyond_output USING (run_id, workload_id, implementation_id)
+            WHERE run_id = ? GROUP BY workload_id, implementation_id
+            ORDER BY figure.position, figure.ours DESC, implementation_id"""
         return self._rows(query)
 
     def comparisons(self) -> Rows:
-        """Ours against each peer, a row a workload and metric (forward, backward, step)."""
+        """Ours against each peer, a row a workload and metric of ``COMPARED``."""
         query = f"""
             SELECT workload, ours, peer, metric, our_value, peer_value, speedup FROM comparison
-            WHERE run_id = ? AND metric IN ('forward', 'backward', 'step')
+            WHERE run_id = ? AND metric IN ({_COMPARED})
             ORDER BY ours, peer, position, {_ORDER}"""
         return self._rows(query)
 
     def summary(self) -> Rows:
-        """Geometric mean and worst of the speed-ups, a row for each of ours, peer and metric."""
+        """Geometric mean and worst of the speed-ups, a row for each of ours, peer, group of workloads (``tag``)
+        and metric. ``worst_workload`` is a bare column: SQLite takes it from the row of the MIN."""
         query = f"""
-            SELECT ours, peer, metric, COUNT(*) AS workloads, geomean(speedup) AS geomean,
-                   MIN(speedup) AS worst,
-                   (SELECT inner_.workload FROM comparison AS inner_
-                    WHERE inner_.run_id = outer_.run_id AND inner_.ours = outer_.ours
-                      AND inner_.peer = outer_.peer AND inner_.metric = outer_.metric
-                    ORDER BY inner_.speedup, inner_.position LIMIT 1) AS worst_workload
-            FROM comparison AS outer_ WHERE run_id = ? AND metric IN ('forward', 'backward', 'step')
-            GROUP BY ours, peer, metric ORDER BY ours, peer, {_ORDER}"""
+            SELECT ours, peer, tag, metric, COUNT(*) AS workloads, geomean(speedup) AS geomean,
+                   MIN(speedup) AS worst, workload AS worst_workload
+            FROM comparison JOIN batch_tag USING (run_id, workload_id)
+            WHERE run_id = ? AND metric IN ({_COMPARED})
+            GROUP BY ours, peer, tag, metric ORDER BY ours, peer, {_TAG_ORDER}, {_ORDER}"""
         return self._rows(query)
 
     def floors(self) -> Rows:
-        """Forward and backward against the gather floor."""
+        """Forward and backward against the gather floor; ``ratio`` is floor over time."""
         query = f"""
-            SELECT workload, implementation, ours, metric, seconds, floor_seconds, ratio
-            FROM against_floor WHERE run_id = ? ORDER BY position, {_ORDER}, ours DESC, implementation"""
+            SELECT workload, implementation, ours, metric, floor_bytes, seconds, floor_seconds, ratio
+            FROM against_floor WHERE run_id = ? ORDER BY position, ours DESC, implementation_id, {_ORDER}"""
         return self._rows(query)
 
     def run_lengths(self) -> Rows:
-        """The run-length histogram: bins of each workload with the share of its lookups that they hold."""
+        """The run-length histogram: bins of each workload with the share of its lookups that they hold. A
+        variant looks up what its base does, and is left out where the base is there."""
         query = """
             SELECT name AS workload, low, high, runs, run_length.lookups,
                    CAST(run_length.lookups AS REAL) / batch.lookups AS share
             FROM run_length JOIN batch USING (run_id, workload_id) JOIN workload ON workload.id = workload_id
-            WHERE run_id = ? AND batch.lookups > 0 ORDER BY position, low"""
+            WHERE run_id = ? AND batch.lookups > 0 AND NOT EXISTS (
+                SELECT 1 FROM batch AS other JOIN workload AS base ON base.id = other.workload_id
+                WHERE other.run_id = batch.run_id
+                  AND substr(workload.name, 1, length(base.name) + 1) = base.name || '.')
+            ORDER BY position, low"""
         return self._rows(query)
 
     def voided(self) -> Rows:

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
+from tbe.bench.bars import judged, plain, standings
 from tbe.bench.queries import Rows, RunView
-from tbe.bench.tables import Section, heading, reasons, sections, summary, times
+from tbe.bench.tables import Section, bars, heading, reasons, sections, summary, times
 
 _PIPED_WIDTH = 160  # rich assumes 80 columns where there is no terminal, and would fold the tables
 
@@ -27,9 +28,10 @@ def print_report(view: RunView, out: Console) -> None:
 
 
 def print_short(view: RunView, out: Console) -> None:
-    """What a run ends with: what failed, the times, and last the speed-up summary where there is a peer."""
+    """What a run ends with: what failed, the times, the bars on their own device, and last the speed-up summary
+    where there is a peer."""
     _print_heading(view, out)
-    for section in (reasons(view), times(view), summary(view)):
+    for section in (reasons(view), times(view), *([bars(view)] if judged(view) else []), summary(view)):
         if section.rows:
             _print_section(section, out)
 
@@ -42,6 +44,7 @@ def as_json(view: RunView) -> dict[str, object]:
         "workloads": _plain(view.workloads()),
         "figures": _plain(view.figures()),
         "comparisons": _plain(view.comparisons()),
+        "bars": plain(standings(view)),
         "summary": _plain(view.summary()),
         "floors": _plain(view.floors()),
         "without_figures": _plain(view.voided()),
@@ -68,9 +71,11 @@ def _print_lines(lines: Iterable[str], out: Console) -> None:
 def _print_section(section: Section, out: Console) -> None:
     table = Table(title=section.title, caption=section.note or None)
     table.title_justify = table.caption_justify = "left"
-    for number, name in enumerate(section.head):
-        right = number >= section.numeric
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    over = [label for label, span in section.groups for _ in range(span)] or [""] * len(section.head)
+    for number, (group, name) in enumerate(zip(over, section.head, strict=True)):
+        right = number in section.numeric
+        title = f"{group}\n{name}" if section.groups else name
+        table.add_column(title, justify="right" if right else "left", overflow="fold")
     for row in section.rows:
         table.add_row(*(cell.replace("[", "\\[") for cell in row))
     out.print()

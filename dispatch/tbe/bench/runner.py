@@ -99,7 +99,7 @@ class Runner:
             if outcome is None and batch is None:
                 batch, outcome = self._batch(workload)
                 if batch is not None:
-                    self.store.add_batch(run, workload_id, position, batch.facts)
+                    self.store.add_batch(run, workload_id, position, batch.facts, workload.tags)
             if outcome is None and batch is not None:
                 outcome = self._measure(implementation, workload, batch)
                 self._release()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-VERSION = 1
+VERSION = 2
 
 # A figure belongs to a result, a result to one run, one workload and one implementation, and a run to one
 # machine and one set of software. Triggers keep figures off results that did not pass the gate, so that no
@@ -67,7 +67,16 @@ CREATE TABLE batch (
     longest_run INTEGER NOT NULL,
     forward_floor_bytes INTEGER NOT NULL,
     backward_floor_bytes INTEGER NOT NULL,
+    output_bytes INTEGER NOT NULL,
     PRIMARY KEY (run_id, workload_id)
+);
+
+CREATE TABLE batch_tag (
+    run_id INTEGER NOT NULL,
+    workload_id INTEGER NOT NULL,
+    tag TEXT NOT NULL,
+    PRIMARY KEY (run_id, workload_id, tag),
+    FOREIGN KEY (run_id, workload_id) REFERENCES batch (run_id, workload_id)
 );
 
 CREATE TABLE run_length (
@@ -119,7 +128,8 @@ WHEN NEW.status <> 'ok' AND EXISTS (SELECT 1 FROM measurement WHERE result_id = 
 BEGIN SELECT RAISE(ABORT, 'delete the figures of a result before voiding it'); END;
 """
 
-# Ours against every peer, within one run only: the same machine, software and inputs.
+# Ours against every peer, within one run only: the same machine, software and inputs. Of a ratio, more is
+# better.
 VIEWS = """
 CREATE VIEW figure AS
 SELECT result.run_id, result.workload_id, result.implementation_id, batch.position, workload.name AS workload,
@@ -132,7 +142,7 @@ JOIN workload ON workload.id = result.workload_id
 JOIN implementation ON implementation.id = result.implementation_id;
 
 CREATE VIEW comparison AS
-SELECT mine.run_id, mine.position, mine.workload, mine.metric, mine.implementation AS ours,
+SELECT mine.run_id, mine.workload_id, mine.position, mine.workload, mine.metric, mine.implementation AS ours,
        peer.implementation AS peer, mine.median AS our_value, peer.median AS peer_value,
        peer.median / mine.median AS speedup
 FROM figure AS mine
@@ -141,9 +151,10 @@ JOIN figure AS peer
 WHERE mine.ours = 1 AND peer.ours = 0 AND mine.median > 0 AND peer.median > 0;
 
 CREATE VIEW against_floor AS
-SELECT figure.run_id, figure.position, figure.workload, figure.implementation, figure.ours, figure.metric,
-       figure.median AS seconds, floor_bytes / run.copy_bytes_per_second AS floor_seconds,
-       figure.median / (floor_bytes / run.copy_bytes_per_second) AS ratio
+SELECT figure.run_id, figure.workload_id, figure.implementation_id, figure.position, figure.workload,
+       figure.implementation, figure.ours, figure.metric, floor_bytes, figure.median AS seconds,
+       floor_bytes / run.copy_bytes_per_second AS floor_seconds,
+       floor_bytes / run.copy_bytes_per_second / figure.median AS ratio
 FROM figure
 JOIN (
     SELECT run_id, workload_id, 'forward' AS metric, forward_floor_bytes AS floor_bytes FROM batch
@@ -153,5 +164,12 @@ JOIN (
   ON floors.run_id = figure.run_id AND floors.workload_id = figure.workload_id
  AND floors.metric = figure.metric
 JOIN run ON run.id = figure.run_id
-WHERE figure.median IS NOT NULL AND floor_bytes > 0;
+WHERE figure.median > 0 AND floor_bytes > 0;
+
+CREATE VIEW beyond_output AS
+SELECT figure.run_id, figure.workload_id, figure.implementation_id, figure.position, figure.workload,
+       figure.implementation, figure.ours, figure.median - batch.output_bytes AS bytes,
+       (figure.median - batch.output_bytes) / batch.lookups AS bytes_a_lookup
+FROM figure JOIN batch ON batch.run_id = figure.run_id AND batch.workload_id = figure.workload_id
+WHERE figure.metric = 'peak_memory' AND figure.median IS NOT NULL AND batch.lookups > 0;
 """

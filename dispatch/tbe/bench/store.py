@@ -101,9 +101,10 @@ class Store:
                 f"reads version {VERSION} only; write new results to another file"
             )
 
-    def rows(self, query: str, values: Iterable[object] = ()) -> list[sqlite3.Row]:
-        """Rows of one query with its values; also for a person's own queries."""
-        return self._connection.execute(query, tuple(values)).fetchall()
+    def rows(self, query: str, values: Iterable[object] | Mapping[str, object] = ()) -> list[sqlite3.Row]:
+        """Rows of one query with its values, by name when a mapping; also for a person's own queries."""
+        given = dict(values) if isinstance(values, Mapping) else tuple(values)
+        return self._connection.execute(query, given).fetchall()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -164,8 +165,9 @@ class Store:
         with self._transaction():
             return self._ensure("implementation", {"name": name, "version": version, "ours": int(ours)})
 
-    def add_batch(self, run: int, workload: int, position: int, facts: Profile) -> None:
-        """What one batch of a workload holds: counts, floors and run lengths."""
+    def add_batch(self, run: int, workload: int, position: int, facts: Profile, tags: Iterable[str] = ()) -> None:
+        """What one batch of a workload holds: counts, floors and run lengths; ``tags`` are the groups that the
+        workload counts in."""
         with self._transaction():
             values = {
                 "run_id": run,
@@ -176,8 +178,11 @@ class Store:
                 "longest_run": facts.longest,
                 "forward_floor_bytes": facts.forward_bytes,
                 "backward_floor_bytes": facts.backward_bytes,
+                "output_bytes": facts.output_bytes,
             }
             self._insert("batch", values)
+            for tag in tags:
+                self._insert("batch_tag", {"run_id": run, "workload_id": workload, "tag": tag})
             for part in facts.bins:
                 lengths = {"low": part.low, "high": part.high, "runs": part.runs, "lookups": part.lookups}
                 self._insert("run_length", {"run_id": run, "workload_id": workload, **lengths})

@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tbe.bench.bars import Standing, judged, standings
 from tbe.bench.queries import COMPARED, RunView
+from tbe.bench.targets import DEVICE, PEER
 
 MISSING = "-"
+BARS, SUMMARY = "Bars", "Speed-up summary"
 
 
 @dataclass(frozen=True)
 class Section:
-    """A titled table of formatted cells; columns from ``numeric`` on are right-aligned numbers."""
+    """A titled table of formatted cells; columns in ``numeric`` are right-aligned numbers. ``groups`` are
+    headings over the columns, each with how many it spans; none, or as many as there are columns in all."""
 
     title: str
     note: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    numeric: int
+    numeric: range
+    groups: tuple[tuple[str, int], ...] = ()
 
 
 def heading(view: RunView) -> list[str]:
@@ -45,22 +50,69 @@ def heading(view: RunView) -> list[str]:
 
 def sections(view: RunView) -> list[Section]:
     """Every table of a full report, without the empty ones."""
-    found = [summary(view), *speedups(view), times(view), floors(view), inputs(view), checks(view)]
-    found += [voided(view), notes(view)]
+    found = [bars(view), summary(view), *speedups(view), times(view), floors(view), inputs(view)]
+    found += [checks(view), voided(view), notes(view)]
     return [section for section in found if section.rows]
 
 
-def summary(view: RunView) -> Section:
-    """Geometric means and worst cases of the speed-ups."""
+def bars(view: RunView) -> Section:
+    """How the run stands against the bars; on another device only what it has, without verdicts."""
+    device, on_device = str(view.header()["device"]), judged(view)
     rows = [
         (
-            *(row["ours"], row["peer"], row["metric"], str(row["workloads"])),
+            *(s.ours, s.target.figure, _in_unit(s.value, s.target.unit)),
+            *(_bar(s), s.verdict, _basis(s)),
+        )
+        for s in standings(view)
+        if on_device or s.value is not None
+    ]
+    note = f"Taken on {device}, {PEER} beside it in the same run; x: its time over ours."
+    if not on_device:
+        scale = view.header()["scale"]
+        size = "" if scale == 1.0 else f" scaled by {scale:g}"
+        note = f"Bars are of the {DEVICE} at full size. This run was taken on {device}{size}: nothing is judged."
+    head = ("ours", "figure", "measured", "bar", "verdict", "from")
+    return Section(BARS, note, head, tuple(rows), range(2, 4))
+
+
+_UNITS = {"x": (2, "x"), "us": (1, " us"), "s": (2, " s"), "%": (1, " %"), "B": (1, " B/lookup")}
+
+
+def _in_unit(value: float | None, unit: str) -> str:
+    if value is None:
+        return MISSING
+    digits, suffix = _UNITS[unit]
+    return f"{round(value, digits) + 0.0:,.{digits}f}{suffix}"  # + 0.0: no "-0.0"
+
+
+def _bar(standing: Standing) -> str:
+    target = standing.target
+    return ("at most " if target.at_most else "at least ") + _in_unit(target.bar, target.unit)
+
+
+def _basis(standing: Standing) -> str:
+    """What a value stands on: the deciding workload, or how many; and what must be known about it."""
+    parts = []
+    if standing.wanted != 1 or not standing.target.workloads:  # else the figure itself names the workload
+        parts += [standing.decides] if standing.decides else []
+    if standing.wanted > 1 and standing.value is not None:
+        of = "" if standing.found == standing.wanted else f" of {standing.wanted}"
+        parts.append(f"{standing.found}{of} workloads")
+    parts += [standing.target.note] if standing.target.note else []
+    return "; ".join(parts)
+
+
+def summary(view: RunView) -> Section:
+    """Geometric means and worst cases of the speed-ups, by group of workloads."""
+    rows = [
+        (
+            *(row["ours"], row["peer"], row["tag"], row["metric"], str(row["workloads"])),
             *(_times(row["geomean"]), _times(row["worst"]), row["worst_workload"]),
         )
         for row in view.summary()
     ]
-    head = ("ours", "peer", "pass", "workloads", "geometric mean", "worst", "worst on")
-    return Section("Speed-up summary", "Peer's time over ours, same run.", head, tuple(rows), 3)
+    head = ("ours", "peer", "group", "pass", "workloads", "geometric mean", "worst", "worst on")
+    return Section(SUMMARY, "Peer's time over ours, same run.", head, tuple(rows), range(4, 7))
 
 
 def speedups(view: RunView) -> list[Section]:
@@ -70,15 +122,19 @@ def speedups(view: RunView) -> list[Section]:
         by_workload = pairs.setdefault((row["ours"], row["peer"]), {})
         cells = (micro(row["our_value"]), micro(row["peer_value"]), _times(row["speedup"]))
         by_workload.setdefault(row["workload"], {})[row["metric"]] = cells
-    head = ("workload", *(f"{m} {part}" for m in COMPARED for part in ("ours", "peer", "ratio")))
+    head = ("workload", *(("ours", "peer", "ratio") * len(COMPARED)))
+    groups = (("", 1), *((metric, 3) for metric in COMPARED))
+    note = (
+        "Microseconds; device time for forward, backward and both together, wall time for a step. Ratio: peer "
+        "over ours."
+    )
     out = []
     for (ours, peer), by_workload in pairs.items():
         rows = [
             (name, *_flat(cells.get(metric, (MISSING,) * 3) for metric in COMPARED))
             for name, cells in by_workload.items()
         ]
-        note = "Microseconds; device time for forward and backward, wall time for step. Ratio: peer over ours."
-        out.append(Section(f"{ours} against {peer}", note, head, tuple(rows), 1))
+        out.append(Section(f"{ours} against {peer}", note, head, tuple(rows), range(1, len(head)), groups))
     return out
 
 
@@ -87,35 +143,43 @@ def times(view: RunView) -> Section:
     rows = [
         (
             *(row["workload"], row["implementation"]),
-            *(micro(row[name]) for name in ("forward", "backward", "step", "graph")),
-            *(_milli(row["first_step_cold"]), _milli(row["first_step_warm"]), _mebibytes(row["peak_memory"])),
+            *(micro(row[name]) for name in ("forward", "backward", "together", "step", "graph")),
+            *(_milli(row["first_step_cold"]), _milli(row["first_step_warm"]), _bytes(row["bytes_a_lookup"])),
         )
         for row in view.times()
     ]
-    measured = ("forward us", "backward us", "step us", "graph us", "first, cold ms", "first, warm ms")
-    head = ("workload", "implementation", *measured, "peak MiB")
+    device, wall, first = ("forward", "backward", "together"), ("step", "graph"), ("cold", "warm")
+    head = ("workload", "implementation", *device, *wall, *first, "B/lookup")
+    groups = (("", 2), ("device us", 3), ("wall us", 2), ("first step ms", 2), ("memory", 1))
     note = (
-        "Step and graph are wall time, forward and backward device time (on a CPU all are wall time). First "
-        "step: cold is the implementation's first in the process. Peak: a step's memory, output included."
+        "Forward is inference; together is forward and backward of a training step in one go. On a CPU all are "
+        "wall time. First step: cold is the implementation's first in the process. Memory: a step's peak beyond "
+        "the output."
     )
-    return Section("Times", note, head, tuple(rows), 2)
+    return Section("Times", note, head, tuple(rows), range(2, len(head)), groups)
 
 
 def floors(view: RunView) -> Section:
     """Forward and backward against the gather floor."""
-    rows = [
-        (
-            *(row["workload"], row["metric"], row["implementation"]),
-            *(micro(row["seconds"]), micro(row["floor_seconds"]), f"{row['ratio']:.2f}"),
+    by_result: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {}
+    for row in view.floors():
+        cells = (
+            *(_megabytes(row["floor_bytes"]), micro(row["floor_seconds"]), micro(row["seconds"])),
+            f"{row['ratio']:.2f}",
         )
-        for row in view.floors()
+        by_result.setdefault((row["workload"], row["implementation"]), {})[row["metric"]] = cells
+    passes = ("forward", "backward")
+    rows = [
+        (*names, *_flat(cells.get(metric, (MISSING,) * 4) for metric in passes))
+        for names, cells in by_result.items()
     ]
-    head = ("workload", "pass", "implementation", "us", "floor us", "time over floor")
+    head = ("workload", "implementation", *(("floor MB", "floor us", "us", "floor / us") * len(passes)))
     note = (
         "Floor: every lookup's bytes from DRAM at copy speed. Repeated rows hit caches, so hot workloads can "
-        "go below 1."
+        "go above 1."
     )
-    return Section("Time against the gather floor", note, head, tuple(rows), 3)
+    groups = (("", 2), *((metric, 4) for metric in passes))
+    return Section("Time against the gather floor", note, head, tuple(rows), range(2, len(head)), groups)
 
 
 def inputs(view: RunView) -> Section:
@@ -123,13 +187,12 @@ def inputs(view: RunView) -> Section:
     rows = [
         (
             *(row["workload"], row["summary"], f"{row['lookups']:,}", f"{row['touched_rows']:,}"),
-            *(f"{row['longest_run']:,}", _megabytes(row["forward_floor_bytes"])),
-            _megabytes(row["backward_floor_bytes"]),
+            f"{row['longest_run']:,}",
         )
         for row in view.workloads()
     ]
-    head = ("workload", "shape", "lookups", "rows touched", "longest run", "forward MB", "backward MB")
-    return Section("Workloads", "Of one input set; MB is what the floor counts.", head, tuple(rows), 2)
+    head = ("workload", "shape", "lookups", "rows touched", "longest run")
+    return Section("Workloads", "Of one input set.", head, tuple(rows), range(2, len(head)))
 
 
 def checks(view: RunView) -> Section:
@@ -146,27 +209,27 @@ def checks(view: RunView) -> Section:
         "Worst error over the sampled bags and rows after one step, against fp64: forward relative to the "
         "summed magnitudes, weights in units of what the table's rounding allows, state relative."
     )
-    return Section("Correctness gate", note, head, tuple(rows), 2)
+    return Section("Correctness gate", note, head, tuple(rows), range(2, len(head)))
 
 
 def voided(view: RunView) -> Section:
     """What has no figures, and why."""
     rows = [(row["workload"], row["implementation"], row["status"], row["reason"]) for row in view.voided()]
     head = ("workload", "implementation", "status", "reason")
-    return Section("Without figures", "A wrong result has no times.", head, tuple(rows), 4)
+    return Section("Without figures", "A wrong result has no times.", head, tuple(rows), range(0))
 
 
 def reasons(view: RunView) -> Section:
     """What has no figures, each reason once."""
     rows = [(r["implementation"], r["status"], r["reason"], r["workloads"]) for r in view.reasons()]
     head = ("implementation", "status", "reason", "workloads")
-    return Section("Without figures", "A wrong result has no times.", head, tuple(rows), 4)
+    return Section("Without figures", "A wrong result has no times.", head, tuple(rows), range(0))
 
 
 def notes(view: RunView) -> Section:
     """Qualified or missing metrics."""
     rows = [(row["workload"], row["implementation"], row["metric"], row["note"]) for row in view.notes()]
-    return Section("Notes", "", ("workload", "implementation", "metric", "note"), tuple(rows), 4)
+    return Section("Notes", "", ("workload", "implementation", "metric", "note"), tuple(rows), range(0))
 
 
 def micro(seconds: float | None) -> str:
@@ -185,8 +248,8 @@ def _milli(seconds: float | None) -> str:
     return MISSING if seconds is None else f"{seconds * 1e3:,.1f}"
 
 
-def _mebibytes(size: float | None) -> str:
-    return MISSING if size is None else f"{size / 2**20:,.1f}"
+def _bytes(size: float | None) -> str:
+    return MISSING if size is None else f"{size:,.1f}"
 
 
 def _megabytes(size: int) -> str:

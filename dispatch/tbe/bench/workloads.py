@@ -3,24 +3,28 @@
 ``base`` workloads span what moves this operator's time: launch-bound (small_batch), memory-bound over
 distinct rows (uniform_10m, distinct_10m), middling runs (band_10k), skew (zipf_1m, blog_batch), tables
 that fit in a cache (hot_100), mixed and wide rows, and the tables and bag sizes of MLPerf's DLRM-v2.
-``fbgemm_default`` has the defaults of FBGEMM's own published benchmark. The other tags vary one thing of
-a base workload.
+``fbgemm_default`` has the shape of FBGEMM's own benchmark, at this list's dtypes. ``published`` workloads
+are others' benchmarks exactly as they publish them. The other tags vary one thing of a base workload.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from tbe.bench.errors import SelectionError
-from tbe_core.types import Pooling
+from tbe_core.types import BoundsCheck, Pooling
 
 UNIFORM, DISTINCT, ZIPF = "uniform", "distinct", "zipf"
 
-BASE, WEIGHTED, VARIANT = "base", "weighted", "variant"
-TAGS = (BASE, WEIGHTED, VARIANT)
+BASE, WEIGHTED, FP16_OUTPUT = "base", "weighted", "fp16_output"
+VARIANT, PUBLISHED = "variant", "published"
+TAGS = (BASE, WEIGHTED, FP16_OUTPUT, VARIANT, PUBLISHED)
+
+BOUNDS_WARN = "bounds_warn"  # suffix of the variant that checks every id, as its peers then do too
 
 # MLPerf DLRM-v2 (Criteo 1TB, multi-hot): rows a table, lookups a bag.
 _MLPERF_ROWS = (
@@ -28,6 +32,19 @@ _MLPERF_ROWS = (
     *(2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
 )
 _MLPERF_LENGTHS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+# The 66 tables of the benchmark command in pull request 4548 of meta-pytorch/torchrec.
+_TORCHREC_ROWS = (
+    *(13_164_873, 13_164_873, 1_000, 49_537, 13_164_873, 13_164_873, 13_164_873, 13_164_873, 61_791, 524_757),
+    *(7_685_380, 51_920, 1_000, 13_164_873, 500_000, 19_327, 72_993, 5_000, 13_164_873, 132_058, 773, 294),
+    *(679, 195_677, 13_164_873, 80_855, 16_992_630, 5_000, 189_056, 5_000, 8_000_000, 102, 113, 600_741),
+    *(5_000, 29_325, 285_698, 1_005_371, 50_000, 30_726, 607, 308, 591, 621, 727, 648, 390, 449, 678, 708),
+    *(726, 581, 137, 100, 100, 728, 328, 724, 429, 570, 192, 5_000, 511_788, 2, 2, 2),
+)
+_TORCHREC_DIMS = (*[128] * 26, 64, *[128] * 13, *[8] * 21, 128, 128, 4, 4, 4)
+_TORCHREC_LENGTHS = (
+    *(120, 86, 86, 83, 77, 77, 70, 47, 43, 34, 24, 22, 20, 15, 11, 11, 8, 7, 7, 7, 5, 5, 5, 5, 5, 4, 5, 3, 2),
+    *([1] * 11 + [5] * 21 + [1] * 5),
+)
 _MIXED_DIMS = (4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 64, 32, 20)
 
 
@@ -38,7 +55,8 @@ class Workload:
     ``rows`` and ``dims`` are per table, ``batch`` the bags a feature, ``lengths`` the lookups a bag for
     each feature: exactly that many, or uniform integers in [0, 2L] when ``varying``. ``ids`` is
     ``uniform``, ``distinct`` (no row twice in a batch) or ``zipf`` with exponent ``zipf_exponent`` (above
-    1). The optimizer is exact row-wise Adagrad with ``lr`` and ``eps``. Raises ``ValueError`` when the
+    1). Ids are all in range, whatever ``bounds_check`` looks for. The optimizer is exact row-wise Adagrad
+    with ``lr`` and ``eps``. Raises ``ValueError`` when the
     tuples disagree.
     """
 
@@ -55,6 +73,7 @@ class Workload:
     weights_dtype: torch.dtype = torch.float16
     output_dtype: torch.dtype = torch.float32
     index_dtype: torch.dtype = torch.int64
+    bounds_check: BoundsCheck = "none"
     lr: float = 0.01
     eps: float = 1e-8
     tags: tuple[str, ...] = (BASE,)
@@ -115,6 +134,7 @@ class Workload:
             "weights_dtype": dtype_name(self.weights_dtype),
             "output_dtype": dtype_name(self.output_dtype),
             "index_dtype": dtype_name(self.index_dtype),
+            "bounds_check": self.bounds_check,
             "lr": self.lr,
             "eps": self.eps,
         }
@@ -128,6 +148,7 @@ class Workload:
         parts += ["weighted"] if self.weighted else []
         parts += [self.pooling] if self.pooling != "sum" else []
         parts += [dtype_name(self.index_dtype)] if self.index_dtype != torch.int64 else []
+        parts += [f"bounds check {self.bounds_check}"] if self.bounds_check != "none" else []
         return ", ".join(parts)
 
 
@@ -167,35 +188,51 @@ def _base() -> list[Workload]:
 
 
 def _variants(base: Iterable[Workload]) -> list[Workload]:
-    """Weighted for every regime of run lengths and for mixed widths; dtypes and mean for two small ones."""
+    """Weighted for every regime of run lengths and for mixed widths; fp16 output wherever every table has the
+    same width; other dtypes and mean for two small ones; checked ids for one that fills the device."""
     by_name = {workload.name: workload for workload in base}
-    out = []
-    for name in (
-        *("fbgemm_default", "uniform_10m", "band_10k", "zipf_1m", "hot_100", "mixed_dims", "mlperf_dlrm2"),
-    ):
-        out.append(replace(by_name[name], name=f"{name}.weighted", weighted=True, tags=(WEIGHTED,)))
+    weighted = ("fbgemm_default", "uniform_10m", "band_10k", "zipf_1m", "hot_100", "mixed_dims", "mlperf_dlrm2")
+    out = [_like(by_name[name], "weighted", WEIGHTED, weighted=True) for name in weighted]
+    for shape in by_name.values():
+        if len(set(shape.dims)) == 1:
+            out.append(_like(shape, "fp16_output", FP16_OUTPUT, output_dtype=torch.float16))
     for name in ("fbgemm_default", "zipf_1m"):
-        shape = replace(by_name[name], tags=(VARIANT,))
         out += [
-            replace(shape, name=f"{name}.fp16_output", output_dtype=torch.float16),
-            replace(shape, name=f"{name}.fp32_tables", weights_dtype=torch.float32),
-            replace(shape, name=f"{name}.bf16_tables", weights_dtype=torch.bfloat16),
-            replace(shape, name=f"{name}.int32_indices", index_dtype=torch.int32),
-            replace(shape, name=f"{name}.mean", pooling="mean"),
+            _like(by_name[name], "fp32_tables", VARIANT, weights_dtype=torch.float32),
+            _like(by_name[name], "bf16_tables", VARIANT, weights_dtype=torch.bfloat16),
+            _like(by_name[name], "int32_indices", VARIANT, index_dtype=torch.int32),
+            _like(by_name[name], "mean", VARIANT, pooling="mean"),
         ]
+    out.append(_like(by_name["uniform_10m"], BOUNDS_WARN, VARIANT, bounds_check="warn"))
     return out
+
+
+def _like(shape: Workload, suffix: str, tag: str, **changes: Any) -> Workload:
+    """``shape`` with one thing changed, named after it."""
+    return replace(shape, name=f"{shape.name}.{suffix}", tags=(tag,), **changes)
+
+
+def _published() -> list[Workload]:
+    """Others' benchmarks: FBGEMM's with every option left at its default, and the 66 tables of a benchmark
+    command that TorchRec published. That command names no dtypes and no learning rate: they are this list's."""
+    fbgemm = _even("fbgemm_published", 32, 100_000, 128, 512, 20)
+    torchrec = Workload("torchrec_66", _TORCHREC_ROWS, _TORCHREC_DIMS, 294_912, _TORCHREC_LENGTHS)
+    return [
+        replace(fbgemm, weights_dtype=torch.float32, lr=0.1, eps=0.1, tags=(PUBLISHED,)),
+        replace(torchrec, tags=(PUBLISHED,)),
+    ]
 
 
 def catalogue() -> tuple[Workload, ...]:
     """Every named workload at full size, base workloads first; names are unique."""
     base = _base()
-    return (*base, *_variants(base))
+    return (*base, *_variants(base), *_published())
 
 
 def select(text: str) -> list[Workload]:
     """``"zipf_1m,weighted"`` to workloads, in catalogue order and each once.
 
-    A name is a workload's, a tag (``base``, ``weighted``, ``variant``) or ``all``. Raises ``SelectionError``
+    A name is a workload's, a tag of ``TAGS`` or ``all``. Raises ``SelectionError``
     that lists the valid names.
     """
     known = catalogue()

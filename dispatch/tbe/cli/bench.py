@@ -36,7 +36,9 @@ bench_app = typer.Typer(cls=_RunByDefault, help=_HELP)
 
 WORKLOADS, IMPLEMENTATIONS, REPEATS, DB = "base,weighted", "ours,fbgemm", 11, Path("tbe-bench.db")
 
-Workloads = Annotated[str, typer.Option(help="Names, or the tags base, weighted, variant; or all.")]
+Workloads = Annotated[
+    str, typer.Option(help="Names, the tags base, weighted, fp16_output, variant, published; or all.")
+]
 Implementations = Annotated[
     str, typer.Option(help="ours, ours:all, ours:BACKEND, fbgemm, torch, all; comma-separated.")
 ]
@@ -140,7 +142,7 @@ def list_(device: Device = None, as_json: Json = False) -> None:
         width = max(len(workload.name) for workload in known)
         typer.echo("workloads")
         for workload in known:
-            typer.echo(f"  {workload.name:<{width}}  {workload.tags[0]:<8}  {workload.summary()}")
+            typer.echo(f"  {workload.name:<{width}}  {workload.tags[0]:<11}  {workload.summary()}")
         typer.echo(f"implementations on {target}")
         for name, reason in makers:
             typer.echo(f"  {name:<{width}}  {'available' if reason is None else reason}")
