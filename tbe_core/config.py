@@ -49,6 +49,8 @@ class DeviceConfig:
     """They do when bags hold at least so many lookups on average: it reads each gradient once."""
     dense_batch: int = 1024
     """And a feature has at least so many bags."""
+    dense_warps: int = 8
+    """Warps of a program of the dense tier."""
     elements_per_lane: int = 8
     """Elements of a row that one lane holds before another warp is added."""
 

@@ -35,6 +35,7 @@ def search_space(caps: Capabilities) -> tuple[Knob, ...]:
         Knob("fused_programs", (0, 16, 64, 256), "backward"),
         Knob("dense_rows", (0, 64, 128, 256), "backward"),
         Knob("dense_length", (8, 16, 32), "backward"),
+        Knob("dense_warps", (4, 8), "backward"),
         Knob("dense_batch", (256, 1024, 4096), "backward"),
         # The sort is part of the training forward, and the forward's stores decide what the caches hold after.
         Knob("forward_streams", (False, True), "together"),

@@ -17,7 +17,6 @@ BAGS = 32
 LENGTH = 256
 UNROLL = 10
 PIECES = 16
-WARPS = 4
 
 
 def update_dense(
@@ -61,7 +60,7 @@ def update_dense(
         MEAN=lookup.spec.pooling == "mean",
         EXACT=plan.caps.triton_interpret,
         ALIGN=dense.align,
-        num_warps=WARPS,
+        num_warps=plan.config.dense_warps,
         variant=variant,
     )
     run(

@@ -170,6 +170,7 @@ def forward_pool(
         WEIGHTED=weighted,
         MEAN=lookup.spec.pooling == "mean",
         ALIGN=shape.align,
+        COLUMN_ALIGN=shape.column_align,
         WIDE=shape.wide,
         WIDE_LOOKUPS=n > WIDE_FROM,
         STREAMS=lookup.plan.config.forward_streams,
@@ -226,6 +227,7 @@ def weight_grad(
         UNROLL=max(min(1024 // block, 16), 1),
         MEAN=lookup.spec.pooling == "mean",
         ALIGN=shape.align,
+        COLUMN_ALIGN=shape.column_align,
         WIDE=shape.wide,
         num_warps=min(max(block // 512, 1), 16),
     )

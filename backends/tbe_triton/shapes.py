@@ -44,6 +44,9 @@ class ForwardShape:
     bags: int
     unroll: int
     align: int
+    """Of rows: what every row's first element is a multiple of."""
+    column_align: int
+    """The same of the features' first columns in the output."""
     wide: bool
     """Row offsets within a table need 64 bits."""
 
@@ -94,7 +97,8 @@ def forward_shapes(layout: Layout, config: DeviceConfig, short: bool = False) ->
                 column_blocks=-(-max(layout.feature_dims[f] for f in features) // block),
                 bags=bags,
                 unroll=max(min(unroll, 4096 // (bags * block)), 1),
-                align=alignment(*(layout.feature_dims[f] for f in features), *bases, *columns),
+                align=alignment(*(layout.feature_dims[f] for f in features), *bases),
+                column_align=alignment(*columns),
                 wide=any(_elements(layout, f) > INT32_MAX for f in features),
             )
         )

@@ -52,6 +52,7 @@ def tbe_forward_pool_kernel(
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
     ALIGN: tl.constexpr,
+    COLUMN_ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     WIDE_LOOKUPS: tl.constexpr,
     STREAMS: tl.constexpr,
@@ -66,7 +67,7 @@ def tbe_forward_pool_kernel(
     feature = tl.load(meta).to(tl.int32)
     rows = tl.load(meta + 1)
     table = tl.multiple_of(tl.load(meta + 2), ALIGN)
-    column = tl.multiple_of(tl.load(meta + 3), ALIGN)
+    column = tl.multiple_of(tl.load(meta + 3), COLUMN_ALIGN)
     if D > 0:
         dim = D
     else:
@@ -149,6 +150,7 @@ def tbe_weight_grad_kernel(
     UNROLL: tl.constexpr,
     MEAN: tl.constexpr,
     ALIGN: tl.constexpr,
+    COLUMN_ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Grid: features x bags. A program holds its bag's gradient and dots UNROLL rows with it at a time."""
@@ -158,7 +160,7 @@ def tbe_weight_grad_kernel(
     feature = tl.load(meta).to(tl.int32)
     rows = tl.load(meta + 1)
     table = tl.multiple_of(tl.load(meta + 2), ALIGN)
-    column = tl.multiple_of(tl.load(meta + 3), ALIGN)
+    column = tl.multiple_of(tl.load(meta + 3), COLUMN_ALIGN)
     if D > 0:
         dim = D
     else:
