@@ -134,6 +134,28 @@ _LLVM_CAS = re.compile(r"\bcmpxchg (?:weak )?(?:volatile )?ptr addrspace\(1\)")
 _GCN_ATOMIC = re.compile(r"^\s*(?:global|flat|buffer)_atomic_(\w+)", re.M)
 
 
+_ORDERS = {"monotonic": "relaxed", "seq_cst": "acq_rel"}
+_LLVM_FENCES = re.compile(
+    r"^\s*fence .*?\b(release|acquire|acq_rel|seq_cst)\b"
+    r"|call .*?@llvm\.amdgcn\.raw\.ptr\.buffer\.atomic\.([\w.]+)",
+    re.M,
+)
+
+
+def _buffer_atomics(llvm: str) -> list[tuple[str, str]]:
+    """Operation and order of those through a buffer, which have no order of their own: the fences around them."""
+    marks = [(fence, operation) for fence, operation in _LLVM_FENCES.findall(llvm)]
+    found = []
+    for i, (_, operation) in enumerate(marks):
+        before = next((fence for fence, _ in reversed(marks[:i]) if fence), "")
+        after = next((fence for fence, _ in marks[i + 1 :] if fence), "")
+        release, acquire = before in ("release", "acq_rel", "seq_cst"), after in ("acquire", "acq_rel", "seq_cst")
+        order = {(1, 1): "acq_rel", (1, 0): "release", (0, 1): "acquire"}.get((release, acquire), "relaxed")
+        if operation and "cmpswap" not in operation:
+            found.append((operation, order))
+    return found
+
+
 def _gcn_size(name: str) -> int:
     for part, size in _GCN_SIZES.items():
         if name.startswith(part):
@@ -151,11 +173,9 @@ def _amd(code: str, llvm: str) -> Resources:
     for way, name in _GCN_ACCESS.findall(code):
         if not name.startswith("lds"):
             found[f"global_{way}_{_gcn_size(name)}"] += 1
-    for operation, order in _LLVM_ATOMIC.findall(llvm):
-        if operation.startswith("f"):
-            found["atomic_float"] += 1
-        else:
-            found[f"atomic_{ {'monotonic': 'relaxed', 'seq_cst': 'acq_rel'}.get(order, order) }"] += 1
+    for operation, order in [*_LLVM_ATOMIC.findall(llvm), *_buffer_atomics(llvm)]:
+        floats = operation.startswith("f") or "pk" in operation
+        found["atomic_float" if floats else f"atomic_{_ORDERS.get(order, order)}"] += 1
     found["atomic_cas"] = len(_LLVM_CAS.findall(llvm))
     machine = _GCN_ATOMIC.findall(code)
     floats = sum(bool(re.search(r"_(?:pk_)?b?f(?:16|32|64)\b", f"_{name}")) for name in machine)

@@ -50,6 +50,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def wake_autograd(device: torch.device) -> None:
+    """A backward of torch's own with a given gradient: the first of a process starts torch's threads and imports
+    some seconds of modules, which is no implementation's doing and which ``loss.backward()`` does not meet."""
+    some = torch.ones(1, device=device, requires_grad=True)
+    torch.autograd.backward(some * 2, torch.ones(1, device=device))
+
+
 def step(built: Built, inputs: Inputs) -> None:
     """One forward and backward."""
     built.backward(built.forward(inputs), inputs.grad)

@@ -155,6 +155,7 @@ class Runner:
         it has not got from a cache on disk; warm may compile for a new problem only."""
         device = self.options.device
         before = gate.remember(built, batch.sample)
+        measure.wake_autograd(device)
         synchronize(device)
         begin = time.perf_counter()
         out = built.forward(batch.sets[0])
