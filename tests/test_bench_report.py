@@ -5,6 +5,7 @@ Every time here is invented; none was measured.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sqlite3
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from tbe.bench import gate
 from tbe.bench.bars import Standing, standings
@@ -36,7 +38,7 @@ from tbe.bench.measure import (
 from tbe.bench.page import render
 from tbe.bench.profile import RunBin, profile
 from tbe.bench.queries import RunView
-from tbe.bench.report import as_json
+from tbe.bench.report import as_json, print_report, print_short
 from tbe.bench.store import OK, WRONG, Outcome, Store
 from tbe.bench.tables import Section, sections
 from tbe.bench.targets import CUEMBED_FORWARD, DEVICE, TORCHREC_BACKWARD, TORCHREC_FORWARD
@@ -235,6 +237,18 @@ def test_bars_need_every_workload_and_their_device() -> None:
         found, bars = judge(h200(), device, scale)
         assert {standing.verdict for standing in found.values()} == {"not judged", "not measured"}
         assert bars.title == "Bars" and device in bars.note and "nothing is judged" in bars.note
+
+
+@pytest.mark.parametrize("device", [DEVICE, "chip"])
+def test_a_run_ends_with_the_bars_on_their_device_only(device: str) -> None:
+    printed = io.StringIO()
+    with Store(MEMORY_ONLY, create=True) as store:
+        view = RunView(store, add_run(store, h200(), device))
+        print_short(view, Console(file=printed, width=200))
+        print_report(view, Console(file=printed, width=200))
+    lines = [line.strip() for line in printed.getvalue().splitlines()]
+    counts = {title: lines.count(title) for title in ("Bars", "Speed-up summary", "Times")}
+    assert counts == {"Bars": 2 if device == DEVICE else 1, "Speed-up summary": 2, "Times": 2}
 
 
 def test_comparisons_never_join_across_runs() -> None:

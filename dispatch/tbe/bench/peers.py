@@ -89,7 +89,7 @@ class Fbgemm:
             stochastic_rounding=False,
             device=device,
         )
-        return _FbgemmBuilt(emb, str(bounds_check))
+        return _FbgemmBuilt(emb, f"BoundsCheckMode.{bounds_check.name}")
 
 
 class _TorchBuilt:
