@@ -17,8 +17,7 @@ from .shapes import ForwardShape, next_power_of_two
 from .streams import NARROW, side_for_narrow
 from .tables import DeviceTables
 
-CHUNKS = ((1 << 20, 2048, 8), (0, 512, 4))
-"""From so many lookups: lookups a block of linearise and check, and its warps. A block searches its first bag."""
+LINEARISE_CHUNK = 512
 ROWS_CHUNK = 16
 RANK_BLOCK, RANK_TILE = 16, 512
 WIDE_FROM = INT32_MAX - 4096
@@ -45,19 +44,13 @@ def variant_of(lookup: Lookup, tables: DeviceTables) -> tuple[Any, ...]:
     )
 
 
-def _chunk(lookups: int) -> tuple[int, int]:
-    """Block and warps of the launches that go through the lookups in their own order."""
-    return next((chunk, warps) for least, chunk, warps in CHUNKS if lookups >= least)
-
-
 def check(lookup: Lookup, tables: DeviceTables, bad: torch.Tensor) -> None:
     """Add to ``bad`` the ids outside their tables and the offsets out of order or range."""
     n, bags = lookup.indices.numel(), lookup.offsets.numel() - 1
     size = max(n, bags + 1)
-    chunk, warps = _chunk(n)
     run(
         tbe_check_kernel,
-        (-(-size // chunk),),
+        (-(-size // LINEARISE_CHUNK),),
         bad,
         lookup.indices,
         lookup.offsets,
@@ -66,9 +59,9 @@ def check(lookup: Lookup, tables: DeviceTables, bad: torch.Tensor) -> None:
         bags,
         max(lookup.batch, 1),
         WIDE=size > WIDE_FROM,
-        CHUNK=chunk,
-        num_warps=warps,
-        variant=(*variant_of(lookup, tables), size > WIDE_FROM, chunk),
+        CHUNK=LINEARISE_CHUNK,
+        num_warps=4,
+        variant=(*variant_of(lookup, tables), size > WIDE_FROM),
     )
 
 
@@ -86,10 +79,9 @@ def linearise(
     weighted = lookup.per_sample_weights is not None
     counters = into.counters.count
     size = max(n, counters)
-    chunk, warps = _chunk(n)
     run(
         tbe_linearise_kernel,
-        (-(-size // chunk),),
+        (-(-size // LINEARISE_CHUNK),),
         lookup.indices,
         lookup.offsets,
         lookup.per_sample_weights if weighted else lookup.indices,
@@ -108,10 +100,10 @@ def linearise(
         MEAN=spec.pooling == "mean",
         POOLED=spec.pooling != "none",
         WIDE=n > WIDE_FROM,
-        CHUNK=chunk,
-        num_warps=warps,
+        CHUNK=LINEARISE_CHUNK,
+        num_warps=4,
         stream=stream,
-        variant=(*variant, into.values.dtype, chunk),
+        variant=(*variant, into.values.dtype),
     )
 
 

@@ -9,31 +9,31 @@ import triton.language as tl
 
 
 @triton.jit
-def bag_window(offsets_ptr, first_position, last_position, bags, PROBES: tl.constexpr):
-    """The largest bags in [0, bags] whose offsets are <= either position. All lanes probe at once, so that a
-    million bags take two or three round trips to memory and not twenty."""
+def bag_at(offsets_ptr, position, bags, PROBES: tl.constexpr):
+    """The largest bag in [0, bags] whose offset is <= the position. All lanes probe at once, so that a million
+    bags take three round trips to memory and not twenty."""
     lane = tl.arange(0, PROBES)
-    first = tl.zeros([], dtype=tl.int32)
-    last = tl.zeros([], dtype=tl.int32)
-    span = first + bags + 1
+    low = tl.zeros([], dtype=tl.int32)
+    span = low + bags + 1
     while span > 1:
         stride = (span + PROBES - 1) // PROBES
-        near = lane * stride < span
-        at = first + lane * stride
-        below = near & (at <= bags)
-        below = below & (tl.load(offsets_ptr + at, mask=below, other=0) <= first_position)
-        at = last + lane * stride
-        under = near & (at <= bags)
-        under = under & (tl.load(offsets_ptr + at, mask=under, other=0) <= last_position)
-        first += tl.maximum(tl.sum(below.to(tl.int32), axis=0) - 1, 0) * stride
-        last += tl.maximum(tl.sum(under.to(tl.int32), axis=0) - 1, 0) * stride
-        span = stride
-    return first, last
+        at = low + lane * stride
+        below = (
+            tl.load(offsets_ptr + at, mask=(at <= bags) & (lane * stride < span), other=position + 1) <= position
+        )
+        low += tl.maximum(tl.sum(below.to(tl.int32), axis=0) - 1, 0) * stride
+        span = tl.minimum(stride, bags + 1 - low)
+    return low
 
 
 @triton.jit
-def bags_of(offsets_ptr, positions, first, last):
-    """The bag of every position, in the window [first, last]: the search of every lane stays in L1."""
+def bags_of(offsets_ptr, positions, first_position, last_position, bags, CHUNK: tl.constexpr):
+    """The bag of every position: the largest bag whose offset is <= the position, in [0, bags].
+
+    Two searches bound the window of the whole block; the search of every lane runs inside it, in L1.
+    """
+    first = bag_at(offsets_ptr, first_position, bags, CHUNK)
+    last = bag_at(offsets_ptr, last_position, bags, CHUNK)
     found = tl.zeros_like(positions).to(tl.int32) + first
     step = tl.zeros([], dtype=tl.int32) + 1
     while step <= last - first:
@@ -82,29 +82,19 @@ def tbe_linearise_kernel(
         positions = first + lane
         mask = positions < lookups
         last = tl.minimum(first + CHUNK, lookups) - 1
-        first_bag, last_bag = bag_window(offsets_ptr, first, last, bags, CHUNK)
-        bag = bags_of(offsets_ptr, positions, first_bag, last_bag)
+        bag = bags_of(offsets_ptr, positions, first, last, bags, CHUNK)
         inside = mask & (bag < bags)
+        feature = bag // batch
+        meta = features_ptr + feature * 3
+        rows = tl.load(meta, mask=inside, other=0)
+        base = tl.load(meta + 1, mask=inside, other=0)
+        column = tl.load(meta + 2, mask=inside, other=0)
         ids = tl.load(indices_ptr + positions, mask=inside, other=-1).to(tl.int64)
-        feature = first_bag // batch
-        if (feature == last_bag // batch) & (last_bag < bags):
-            # Nearly every block lies within one feature: one look at its table serves all lanes.
-            meta = features_ptr + feature * 3
-            rows = tl.zeros([CHUNK], tl.int64) + tl.load(meta)
-            base = tl.zeros([CHUNK], tl.int64) + tl.load(meta + 1)
-            place = (bag - feature * batch).to(tl.int64) * row_units + tl.load(meta + 2)
-        else:
-            features = bag // batch
-            metas = features_ptr + features * 3
-            rows = tl.load(metas, mask=inside, other=0)
-            base = tl.load(metas + 1, mask=inside, other=0)
-            place = (bag - features * batch).to(tl.int64) * row_units
-            place += tl.load(metas + 2, mask=inside, other=0)
         valid = (ids >= 0) & (ids < rows)
         key = tl.where(valid, base + ids, total_rows)
         tl.store(keys_ptr + positions, key.to(keys_ptr.dtype.element_ty), mask=mask)
         if POOLED:
-            value = place
+            value = (bag - feature * batch).to(tl.int64) * row_units + column
         else:
             value = positions.to(tl.int64)
         if WEIGHTED or MEAN:
@@ -149,8 +139,7 @@ def tbe_check_kernel(
     if first < lookups:
         mask = positions < lookups
         last = tl.minimum(first + CHUNK, lookups) - 1
-        first_bag, last_bag = bag_window(offsets_ptr, first, last, bags, CHUNK)
-        bag = bags_of(offsets_ptr, positions, first_bag, last_bag)
+        bag = bags_of(offsets_ptr, positions, first, last, bags, CHUNK)
         inside = mask & (bag < bags)
         rows = tl.load(features_ptr + (bag // batch) * 3, mask=inside, other=0)
         ids = tl.load(indices_ptr + positions, mask=inside, other=-1).to(tl.int64)
