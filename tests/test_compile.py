@@ -31,7 +31,7 @@ REGISTERS = {
     "tbe_check_kernel": (32, 24),
     "tbe_combine_kernel": (80, 48),
     "tbe_dense_step_kernel": (40, 40),
-    "tbe_dense_sums_kernel": (255, 248),
+    "tbe_dense_sums_kernel": (255, 176),
     "tbe_forward_pool_kernel": (72, 64),
     "tbe_forward_rows_kernel": (32, 16),
     "tbe_linearise_kernel": (48, 32),
@@ -43,8 +43,6 @@ REGISTERS = {
 MOST_REGISTERS = (128, 64)
 """Of a kernel that is not listed."""
 
-SPILLS = {("tbe_dense_sums_kernel", "sm_80"): 16, ("tbe_dense_sums_kernel", "sm_100"): 10}
-"""Registers that spill at one dim <= 256; nothing else does. The dense tier's sums fill the registers."""
 SLOW_PATH_BYTES = 8
 """Of stack without a spill, at most: ptxas saves two registers around the slow path of a square root."""
 
@@ -133,14 +131,14 @@ def test_the_variants_are_there(rows: list[Row], words: str) -> None:
 
 def test_narrow_rows_spill_nothing(rows: list[Row]) -> None:
     spilling = {(name_of(row), row["target"], row["kernel"]): row["spills"] for row in narrow(rows)}
-    assert not {key: spills for key, spills in spilling.items() if spills > SPILLS.get(key[:2], 0)}
+    assert not {key: spills for key, spills in spilling.items() if spills}
 
 
 def test_narrow_rows_touch_no_local_memory(rows: list[Row]) -> None:
-    """But where they spill; on AMD not at all."""
+    """On AMD none at all."""
     for row in narrow(rows):
         used, allowed = row["instructions"], SLOW_PATH_BYTES if row["target"] in NVIDIA else 0
-        assert row["spills"] or used["local_bytes"] <= allowed, row
+        assert used["local_bytes"] <= allowed, row
         assert used["local_bytes"] or not used["local_access"], row
 
 

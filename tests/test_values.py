@@ -23,6 +23,8 @@ STRETCH = 16
 TIERS = {
     "split": DeviceConfig(stretch=STRETCH, stretch_small=STRETCH, fused_programs=0),
     "fused": DeviceConfig(stretch=STRETCH, stretch_small=STRETCH, fused_programs=1 << 20),
+    # Tables of up to 40 rows, beside sorted ones of more; and by a library's sort, however few lookups.
+    "dense": DeviceConfig(dense_rows=40, dense_length=0, dense_batch=1, rank_sort_lookups=0),
 }
 ADAGRAD = tbe.RowwiseAdagrad(lr=0.5)
 
@@ -37,6 +39,45 @@ def test_any_problem(place: Place, trial: Trial) -> None:
 def test_any_problem_in_a_forced_tier(place: Place, tier: str, trial: Trial) -> None:
     # By contract and not by module: bounds "error" is the front door's to refuse, the rest is the backend's.
     run_and_compare(trial, *place, config=TIERS[tier])
+
+
+def test_a_bag_repeats_a_row_more_often_than_a_product_counts(place: Place) -> None:
+    """The dense tier counts up to 256 lookups a bag before a product: 700 of one row, 300 of two, none, one."""
+    lengths = [700, 300, 0, 1]
+    ids = torch.cat([torch.full((700,), 3), torch.arange(300) % 2, torch.tensor([4])])
+    tables = (Table("few", 5, 24),)
+    for pooling in ("sum", "mean"):
+        trial = Trial(tables, (0,), ids, offsets_of(lengths), None, pooling, ADAGRAD)
+        run_and_compare(trial, *place, config=TIERS["dense"])
+
+
+@pytest.mark.parametrize("value", (float("inf"), float("-inf"), float("nan"), 3.4e38))
+def test_an_odd_gradient_reaches_only_the_rows_of_its_bag(place: Place, value: float) -> None:
+    """One bag's gradient is infinite, NaN or huge: in every tier the same rows are affected, and no other."""
+    lengths = [3, 2, 4, 0]
+    ids = torch.tensor([0, 1, 1, 2, 3, 4, 4, 5, 0])
+    found = {}
+    for tier, config in TIERS.items():
+        trial = Trial((Table("few", 7, 20),), (0,), ids, offsets_of(lengths), None, "sum", tbe.SGD(lr=0.5))
+        emb, call = trial.module(*place), trial.call()
+        call.grad[1, 5] = value
+        step(emb, call, config=config)
+        found[tier] = emb.split_embedding_weights()[0].cpu()
+    for tier, table in found.items():
+        same = (table == found["split"]) | (table.isnan() & found["split"].isnan())
+        close = (table - found["split"]).abs() <= 1e-5 * found["split"].abs()
+        assert (same | close).all(), tier
+        assert table[[0, 1, 4, 5, 6]].isfinite().all(), tier
+
+
+def test_an_id_beyond_32_bits_is_no_row_of_a_small_table(place: Place) -> None:
+    """2^32 + 1 must not be taken for row 1 where ids are narrowed."""
+    ids = torch.tensor([1, 2**32 + 1, 2, -(2**32) + 1, 2**40 + 2])
+    trial = Trial(
+        (Table("few", 4, 16),), (0,), ids, offsets_of([2, 3]), None, "sum", ADAGRAD, bounds_check="ignore"
+    )
+    run_and_compare(trial, *place, config=TIERS["dense"])
+    run_and_compare(trial, *place)
 
 
 def boundary_runs() -> list[int]:

@@ -29,6 +29,45 @@ def add_product(acc, counts, grad, EXACT: tl.constexpr):
         return tl.dot(a, high, acc)
 
 
+LARGEST: tl.constexpr = tl.constexpr(3.38e38)
+"""Up to here a number is finite in bf16 too."""
+
+
+@triton.jit
+def add_bag_by_bag(
+    acc,
+    seen,
+    indices_ptr,
+    offsets_ptr,
+    grad_ptr,
+    feature_bags,
+    first,
+    stop,
+    lookups,
+    out_width,
+    column,
+    cols,
+    dim,
+    rows,
+    MEAN: tl.constexpr,
+):
+    """The sums of bags among whose gradients one is infinite or NaN: zero times it must be zero, so that it
+    reaches only the rows of its own bag. Reads everything anew: it is rare, and must not take registers from the
+    product."""
+    for bag in range(first, stop):
+        start, length = bag_range(offsets_ptr, feature_bags + bag, True, lookups)
+        count = (rows - rows).to(tl.int32)
+        for i in range(0, length):
+            count += (rows == tl.load(indices_ptr + start + i)).to(tl.int32)
+        at = grad_ptr + (start - start + bag) * out_width + column + cols
+        row = tl.load(at, mask=cols < dim, other=0.0).to(tl.float32)
+        if MEAN:
+            row = row / tl.maximum(length, 1).to(tl.float32)
+        acc += tl.where(count[:, None] > 0, count[:, None].to(tl.float32) * row[None, :], 0.0)
+        seen += count
+    return acc, seen
+
+
 @triton.jit(do_not_specialize=["batch", "chunk_bags", "chunks", "lookups"])
 def tbe_dense_sums_kernel(
     indices_ptr,
@@ -75,18 +114,25 @@ def tbe_dense_sums_kernel(
         grad = tl.load(grad_ptr + at, mask=in_chunk[:, None] & (cols < dim)[None, :], other=0.0).to(tl.float32)
         if MEAN:
             grad = grad / tl.maximum(length, 1).to(tl.float32)[:, None]
-        longest = tl.max(length, axis=0)
-        for piece in range(0, longest, LENGTH):
-            counts = tl.zeros([ROWS, BAGS], tl.int32)
-            end = tl.minimum(piece + LENGTH, longest)
-            for i in range(piece, end, UNROLL):
-                for j in tl.static_range(UNROLL):
-                    here = ((i + j) < length) & ((i + j) < end)
-                    ids = tl.load(indices_ptr + start + (i + j), mask=here, other=-1)
-                    ids = tl.where((ids >= 0) & (ids < ROWS), ids, -1).to(tl.int32)
-                    counts += (rows[:, None] == ids[None, :]).to(tl.int32)
-            acc = add_product(acc, counts, grad, EXACT)
-            seen += tl.sum(counts, axis=1)
+        odd = tl.sum(tl.sum((tl.abs(grad) <= LARGEST).to(tl.int32), axis=1), axis=0) < BAGS * BLOCK_D
+        if odd:
+            acc, seen = add_bag_by_bag(
+                acc, seen, indices_ptr, offsets_ptr, grad_ptr, feature * batch, first,
+                tl.minimum(first + BAGS, stop), lookups, out_width, column, cols, dim, rows, MEAN,
+            )  # fmt: skip
+        else:
+            longest = tl.max(length, axis=0)
+            for piece in range(0, longest, LENGTH):
+                counts = tl.zeros([ROWS, BAGS], tl.int32)
+                end = tl.minimum(piece + LENGTH, longest)
+                for i in range(piece, end, UNROLL):
+                    for j in tl.static_range(UNROLL):
+                        here = ((i + j) < length) & ((i + j) < end)
+                        ids = tl.load(indices_ptr + start + (i + j), mask=here, other=-1)
+                        ids = tl.where((ids >= 0) & (ids < ROWS), ids, -1).to(tl.int32)
+                        counts += (rows[:, None] == ids[None, :]).to(tl.int32)
+                acc = add_product(acc, counts, grad, EXACT)
+                seen += tl.sum(counts, axis=1)
     place = partials_ptr + (slot.to(tl.int64) * ROWS + rows)[:, None] * WIDTH + cols[None, :]
     tl.store(place, acc, mask=(cols < WIDTH)[None, :])
     if tl.program_id(1) == 0:
