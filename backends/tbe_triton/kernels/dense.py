@@ -59,7 +59,7 @@ def add_bag_by_bag(
         count = (rows - rows).to(tl.int32)
         for i in range(0, length):
             count += (rows == tl.load(indices_ptr + start + i)).to(tl.int32)
-        at = grad_ptr + (start - start + bag) * out_width + column + cols
+        at = grad_ptr + (tl.zeros([], tl.int64) + bag) * out_width + column + cols
         row = tl.load(at, mask=cols < dim, other=0.0).to(tl.float32)
         if MEAN:
             row = row / tl.maximum(length, 1).to(tl.float32)
