@@ -78,7 +78,7 @@ def test_the_example_shows_its_plan(example: dict[str, Any], capsys: pytest.Capt
 
 def test_the_test_command_is_what_ci_runs() -> None:
     commands = [line for block in blocks("") for line in block.splitlines()]
-    assert len(commands) == 3
+    assert len(commands) == 2
     last = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1]
     assert commands[-1] == last
     assert (ROOT / "ci" / "test.sh").is_file()

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .forward import bag_range
-from .row_updates import step_row
+from .row_updates import load_and_step_row
 
 
 @triton.jit
@@ -180,11 +180,6 @@ def tbe_dense_step_kernel(
         )
         total += tl.sum(tile, axis=0)
     if tl.sum(seen, axis=0) > 0:
-        w = tl.load(weights_ptr + element + cols, mask=mask, other=0.0).to(tl.float32)
-        moment = 0.0
-        if OPTIMIZER != "sgd":
-            moment = tl.load(state_ptr + key)
-        step_row(
-            weights_ptr, state_ptr, hyper_ptr, element, key, w, moment, total, cols, dim,
-            OPTIMIZER, DECAY_MODE, LIMITS_NORM,
-        )  # fmt: skip
+        load_and_step_row(
+            weights_ptr, state_ptr, hyper_ptr, element, key, total, cols, dim, OPTIMIZER, DECAY_MODE, LIMITS_NORM
+        )

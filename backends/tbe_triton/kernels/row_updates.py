@@ -60,3 +60,28 @@ def step_row(
         w, moment = step_rowwise_adagrad(w, g, moment, lr, eps, decay, max_norm, dim, DECAY_MODE, LIMITS_NORM)
         tl.store(state_ptr + key, moment)
     tl.store(weights_ptr + element + cols, w.to(weights_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_and_step_row(
+    weights_ptr,
+    state_ptr,
+    hyper_ptr,
+    element,
+    key,
+    g,
+    cols,
+    dim,
+    OPTIMIZER: tl.constexpr,
+    DECAY_MODE: tl.constexpr,
+    LIMITS_NORM: tl.constexpr,
+):
+    """``step_row`` where nothing has been loaded ahead."""
+    w = tl.load(weights_ptr + element + cols, mask=cols < dim, other=0.0).to(tl.float32)
+    moment = 0.0
+    if OPTIMIZER != "sgd":
+        moment = tl.load(state_ptr + key)
+    step_row(
+        weights_ptr, state_ptr, hyper_ptr, element, key, w, moment, g, cols, dim,
+        OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+    )  # fmt: skip

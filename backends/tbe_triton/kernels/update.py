@@ -12,7 +12,7 @@ sort last.
 import triton
 import triton.language as tl
 
-from .row_updates import step_row
+from .row_updates import load_and_step_row, step_row
 
 
 @triton.jit(do_not_specialize=["lookups", "groups"])
@@ -92,14 +92,9 @@ def arrive(
         for piece in range(1, pieces):
             at = ((stretch + piece) * 2).to(tl.int64) * BLOCK_D
             total += tl.load(partials_ptr + at + cols, mask=mask, other=0.0)
-        w = tl.load(weights_ptr + element + cols, mask=mask, other=0.0).to(tl.float32)
-        moment = 0.0
-        if OPTIMIZER != "sgd":
-            moment = tl.load(state_ptr + key)
-        step_row(
-            weights_ptr, state_ptr, hyper_ptr, element, key, w, moment, total, cols, dim,
-            OPTIMIZER, DECAY_MODE, LIMITS_NORM,
-        )  # fmt: skip
+        load_and_step_row(
+            weights_ptr, state_ptr, hyper_ptr, element, key, total, cols, dim, OPTIMIZER, DECAY_MODE, LIMITS_NORM
+        )
 
 
 @triton.jit
@@ -375,11 +370,6 @@ def tbe_combine_kernel(
             )
             total += tl.sum(tile, axis=0)
         element = element_base + (key.to(tl.int64) - row_base) * dim
-        w = tl.load(weights_ptr + element + cols, mask=mask, other=0.0).to(tl.float32)
-        moment = 0.0
-        if OPTIMIZER != "sgd":
-            moment = tl.load(state_ptr + key)
-        step_row(
-            weights_ptr, state_ptr, hyper_ptr, element, key, w, moment, total, cols, dim,
-            OPTIMIZER, DECAY_MODE, LIMITS_NORM,
-        )  # fmt: skip
+        load_and_step_row(
+            weights_ptr, state_ptr, hyper_ptr, element, key, total, cols, dim, OPTIMIZER, DECAY_MODE, LIMITS_NORM
+        )
