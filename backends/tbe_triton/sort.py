@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -126,16 +126,15 @@ class _Builds:
         self._executor: ThreadPoolExecutor | None = None
 
     def get(self, which: _Which, caps: Capabilities, device: torch.device) -> bytes | None:
-        """The bytes, or None while they are being built. Raises what the build raised."""
+        """The bytes, or None while they are being built or when they cannot be."""
         future = self._futures.get(which)
         if future is None:
             with self._lock:
                 future = self._futures.get(which) or self._start(which, caps, device)
-        return future.result() if future.done() else None
+        return future.result() if future.done() and future.exception() is None else None
 
     def wait(self) -> None:
-        for future in list(self._futures.values()):
-            future.result()
+        wait(list(self._futures.values()))
 
     def _start(self, which: _Which, caps: Capabilities, device: torch.device) -> Future[bytes]:
         path = _path(which, caps)
@@ -147,6 +146,7 @@ class _Builds:
             examples = tuple(torch.empty(1, dtype=dtype, device=device) for dtype in which[1:])
             self._executor = self._executor or ThreadPoolExecutor(1, "tbe-sort")
             future = self._executor.submit(_build, path, caps, *examples)
+            future.add_done_callback(_report)
         self._futures[which] = future
         return future
 
@@ -163,6 +163,12 @@ def _path(which: _Which, caps: Capabilities) -> Path:
     arch, keys, values = which
     name = f"tbe-radix-sort-{caps.cccl_version}-{arch}-{short_name(keys)}-{short_name(values)}.bin"
     return Path(knobs.cache.dir) / name
+
+
+def _report(future: Future[bytes]) -> None:
+    error = future.exception()
+    if error is not None:
+        logger.warning("the radix sort of cuda-cccl cannot be built, torch sorts instead: %r", error)
 
 
 def _build(path: Path, caps: Capabilities, keys: torch.Tensor, values: torch.Tensor) -> bytes:
