@@ -68,8 +68,9 @@ class TritonBackend:
         radix = sort.radix_unavailable(caps)
         notes = (
             f"tiers: short runs in one program, long runs fused up to {config.fused_programs} programs, "
-            "else split",
-            "sort: radix sort of cuda-cccl" if radix is None else f"sort: torch.sort, since {radix}",
+            f"else split; tables of up to {config.dense_rows} rows dense where unweighted bags repeat them",
+            f"sort: by rank up to {config.rank_sort_lookups} lookups, else "
+            + ("radix sort of cuda-cccl" if radix is None else f"torch.sort, since {radix}"),
         )
         return config, notes
 
