@@ -3,6 +3,7 @@
 from tbe_core import SGD, BackendError, Capabilities, Optimizer, Plan, RowwiseAdagrad, Table
 
 from .bounds import BadLookupWarning
+from .fused_optimizer import FusedOptimizer
 from .module import TableBatchedEmbeddingBags, plan
 from .policy import BackendStatus, backends, settle, use_backend
 from .probe import capabilities
@@ -15,6 +16,7 @@ __all__ = [
     "BackendStatus",
     "BadLookupWarning",
     "Capabilities",
+    "FusedOptimizer",
     "Optimizer",
     "Plan",
     "RowwiseAdagrad",

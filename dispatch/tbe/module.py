@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +13,13 @@ from tbe_core.dtypes import STATE_DTYPE
 from tbe_core.types import BoundsCheck, Pooling
 from tbe_core.validate import check_inputs
 
+from . import hyper as hyper_parameters
 from . import ops, policy
 from .bounds import BadLookups
+from .deferred import Deferred
 from .eager import Call, TrainingLookup
+
+NOT_COMPILED = "a module with FusedOptimizer(defer=True) inside torch.compile: expected an uncompiled call"
 
 
 class TableBatchedEmbeddingBags(nn.Module):
@@ -82,6 +85,9 @@ class TableBatchedEmbeddingBags(nn.Module):
         self.hyper: torch.Tensor
         hyper = torch.tensor(optimizer.hyper_values(), dtype=STATE_DTYPE, device=where)
         self.register_buffer("hyper", hyper)
+        # In the host's precision; None where the value is known on the device only.
+        self._hyper_values: list[float | None] = [*optimizer.hyper_values()]
+        self._deferred: Deferred | None = None
         self.bad: torch.Tensor
         self.register_buffer("bad", torch.zeros(2, dtype=torch.int64, device=where), persistent=False)
 
@@ -120,8 +126,10 @@ class TableBatchedEmbeddingBags(nn.Module):
         training = self.hook.requires_grad and torch.is_grad_enabled()
         if not torch.compiler.is_compiling():
             check_inputs(self.spec, self.weights.device, indices, offsets, per_sample_weights)
-            if not torch._C._len_torch_dispatch_stack():
+            if self._deferred is not None or not torch._C._len_torch_dispatch_stack():
                 return self._eager(indices, offsets, per_sample_weights, asked, training)
+        if training and self._deferred is not None:
+            raise RuntimeError(NOT_COMPILED)
         self._check(indices, offsets, asked)
         out: torch.Tensor = torch.ops.tbe.lookup(
             self.weights, self.states, self.hyper, self.hook, indices, offsets, per_sample_weights,
@@ -146,7 +154,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         lookup = Lookup(self.spec, plan, weights, indices, offsets, per_sample_weights)
         if not training:
             return backend.forward(lookup, False)[0]
-        call = Call(backend, lookup, Training(tuple(self.states), self.hyper))
+        call = Call(backend, lookup, Training(tuple(self.states), self.hyper), self._deferred)
         apply: Any = TrainingLookup.apply
         out: torch.Tensor = apply(self.hook, per_sample_weights, call)
         return out
@@ -164,16 +172,18 @@ class TableBatchedEmbeddingBags(nn.Module):
         """Wait for the device and report every bad id and offset counted so far."""
         self._bad_lookups.flush(self.bad)
 
-    def set_learning_rate(self, lr: float) -> None:
-        """Change the learning rate; captured graphs and compiled models see it at their next step."""
-        try:
-            value = float(lr)
-        except (TypeError, ValueError):
-            raise ValueError(f"lr={lr!r}: expected a number") from None
-        if not math.isfinite(value) or value < 0:
-            raise ValueError(f"lr={lr!r}: expected a finite number >= 0")
-        # .data: a backward whose forward came before reads the present value; it is no autograd event.
-        self.hyper.data[0] = value
+    def set_hyper(self, **values: float | torch.Tensor) -> None:
+        """Change hyper-parameters of the fused optimizer by name: ``lr``, ``eps``, ...
+
+        Captured graphs and compiled models see them at their next step. A one-element tensor is copied, on a GPU
+        without waiting and therefore unchecked. Raises ``ValueError`` for an unknown name or a bad value, and
+        changes nothing then.
+        """
+        hyper_parameters.write(self, hyper_parameters.checked(self, values))
+
+    def set_learning_rate(self, lr: float | torch.Tensor) -> None:
+        """``set_hyper(lr=lr)``."""
+        self.set_hyper(lr=lr)
 
     def split_embedding_weights(self) -> list[torch.Tensor]:
         """The tables, ``[rows, dim]`` views in table order."""
@@ -246,6 +256,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         with torch.no_grad():
             for view, value in copies:
                 view.copy_(value)
+        hyper_parameters.reread(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TableBatchedEmbeddingBags:
         # Asked of empty tensors, so that a refusal leaves the module as it was.
@@ -267,7 +278,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         self._handle = ops.register(self.spec)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_bad_lookups": self._bad_lookups.forked()}
+        return {**self.__dict__, "_bad_lookups": self._bad_lookups.forked(), "_deferred": None}
 
     def extra_repr(self) -> str:
         layout, spec = self.spec.layout, self.spec
