@@ -2,11 +2,13 @@
 
 from tbe_core import SGD, BackendError, Capabilities, Optimizer, Plan, RowwiseAdagrad, Table
 
+from . import init
 from .bounds import BadLookupWarning
 from .fused_optimizer import FusedOptimizer
 from .module import TableBatchedEmbeddingBags, plan
 from .policy import BackendStatus, backends, settle, use_backend
 from .probe import capabilities
+from .rows import initialise, resized
 
 __version__ = "0.1.0"
 
@@ -24,7 +26,10 @@ __all__ = [
     "TableBatchedEmbeddingBags",
     "backends",
     "capabilities",
+    "init",
+    "initialise",
     "plan",
+    "resized",
     "settle",
     "use_backend",
 ]

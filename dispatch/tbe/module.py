@@ -18,6 +18,7 @@ from . import ops, policy
 from .bounds import BadLookups
 from .deferred import Deferred
 from .eager import Call, TrainingLookup
+from .init import DEFAULT_STD, UNWRITTEN, Init, Initialiser, fill_from, normal, per_table
 
 NOT_COMPILED = "a module with FusedOptimizer(defer=True) inside torch.compile: expected an uncompiled call"
 
@@ -41,12 +42,15 @@ class TableBatchedEmbeddingBags(nn.Module):
         backend: a backend's name; refused with reasons where it cannot serve. Default: the best that can.
         device: where the tables live.
         deterministic: bitwise repeatable on one device. False allows an unfixed order of additions.
+        init: what rows start from: one of ``tbe.init`` for all tables, or a mapping by table name. Default, for
+            tables that are left out too: normal(0, 0.01).
+        generator: of the random values, on ``device``. Default: torch's own.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and what was expected.
         BackendError: no backend, or not the one asked for, serves this problem; with every reason.
 
-    Rows start at normal(0, 0.01); write others through ``split_embedding_weights`` under ``no_grad``.
+    Values may also be written through ``split_embedding_weights`` under ``no_grad``.
     """
 
     def __init__(
@@ -62,6 +66,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         backend: str | None = None,
         device: torch.device | str | None = None,
         deterministic: bool = True,
+        init: Init | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         layout = Layout.make(tables, feature_table_map)
@@ -75,8 +81,17 @@ class TableBatchedEmbeddingBags(nn.Module):
         policy.plan_for(self.spec.problem(), where, policy.request(backend))
         self._handle = ops.register(self.spec)
         self._bad_lookups = BadLookups()
-        weights = torch.empty(layout.total_elements, dtype=weights_dtype, device=where).normal_(0, 0.01)
+        # By table name: what reset_rows draws again; None where that was a tensor.
+        self._init: dict[str, Initialiser | None] = {}
+        chosen = {} if init is None else per_table(init, layout.tables, weights_dtype)
+        if init is None:
+            weights = torch.empty(layout.total_elements, dtype=weights_dtype, device=where)
+            weights.normal_(0, DEFAULT_STD, generator=generator)
+        else:
+            weights = torch.zeros(layout.total_elements, dtype=weights_dtype, device=where)
         self.weights = nn.Parameter(weights, requires_grad=False)
+        if init is not None and init is not UNWRITTEN:
+            self._initialise({t.name: chosen.get(t.name, normal()) for t in layout.tables}, generator)
         # The hook makes autograd call the backward: the tables themselves ask for no gradient.
         self.hook = nn.Parameter(torch.empty(0, dtype=STATE_DTYPE, device=where))
         for state in optimizer.STATE:
@@ -197,6 +212,36 @@ class TableBatchedEmbeddingBags(nn.Module):
             for into, view in zip(split, views, strict=True):
                 into[spec.name] = view
         return split
+
+    def reset_rows(
+        self,
+        table: str | int,
+        ids: torch.Tensor | Sequence[int],
+        init: Initialiser | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Start rows of a table anew: fresh weights, optimizer state zero. Waits for a GPU.
+
+        Args:
+            table: its name or number.
+            ids: ``[n]`` int32 or int64, or a sequence; a row may be named twice.
+            init: one of ``tbe.init``. Default: what the table was made with.
+            generator: on the tables' device.
+
+        Raises:
+            ValueError: names the table or the first id that is wrong; nothing has been changed.
+        """
+        from .rows import reset_rows
+
+        reset_rows(self, table, ids, init, generator)
+
+    @torch.no_grad()
+    def _initialise(self, chosen: Mapping[str, Initialiser], generator: torch.Generator | None) -> None:
+        for table, view in zip(self.spec.layout.tables, self.split_embedding_weights(), strict=True):
+            if (make := chosen.get(table.name)) is not None:
+                fill_from(view, make, 0, generator)
+                self._init[table.name] = make if make.repeatable else None
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         layout = self.spec.layout
