@@ -17,6 +17,7 @@ from tbe_core import reference, tolerances
 
 BIG = (tbe.Table("a", 4000, 8), tbe.Table("b", 30, 3))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+pytestmark = pytest.mark.values
 Place = tuple[str, str]
 
 

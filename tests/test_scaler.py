@@ -11,6 +11,7 @@ from torch import nn
 
 import tbe
 
+pytestmark = pytest.mark.values
 Place = tuple[str, str]
 OPTIMIZERS = {
     "sgd": tbe.SGD(lr=0.1),

@@ -4,6 +4,7 @@ from tbe_core import SGD, BackendError, Capabilities, Optimizer, Plan, RowwiseAd
 
 from . import init
 from .bounds import BadLookupWarning
+from .checkpoint import load_checkpoint, save_checkpoint
 from .fused_optimizer import FusedOptimizer
 from .module import TableBatchedEmbeddingBags, plan
 from .policy import BackendStatus, backends, settle, use_backend
@@ -28,8 +29,10 @@ __all__ = [
     "capabilities",
     "init",
     "initialise",
+    "load_checkpoint",
     "plan",
     "resized",
+    "save_checkpoint",
     "settle",
     "use_backend",
 ]
