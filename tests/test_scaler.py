@@ -16,6 +16,8 @@ Place = tuple[str, str]
 OPTIMIZERS = {
     "sgd": tbe.SGD(lr=0.1),
     "decay": tbe.RowwiseAdagrad(lr=0.1, eps=1e-4, weight_decay=0.01, weight_decay_mode="decoupled"),
+    "adam": tbe.Adam(lr=0.1, weight_decay=0.01),
+    "partial_rowwise_lamb": tbe.PartialRowwiseLAMB(lr=0.1),
 }
 
 

@@ -1,6 +1,17 @@
 """Portable table-batched embeddings: lookup, pooling and a fused exact optimizer behind one contract."""
 
-from tbe_core import SGD, BackendError, Capabilities, Optimizer, Plan, RowwiseAdagrad, Table
+from tbe_core import BackendError, Capabilities, Plan, Table
+from tbe_core.optimizers import (
+    LAMB,
+    LARS,
+    SGD,
+    Adagrad,
+    Adam,
+    Optimizer,
+    PartialRowwiseAdam,
+    PartialRowwiseLAMB,
+    RowwiseAdagrad,
+)
 
 from . import init
 from .bounds import BadLookupWarning
@@ -14,13 +25,19 @@ from .rows import initialise, resized
 __version__ = "0.1.0"
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "SGD",
+    "Adagrad",
+    "Adam",
     "BackendError",
     "BackendStatus",
     "BadLookupWarning",
     "Capabilities",
     "FusedOptimizer",
     "Optimizer",
+    "PartialRowwiseAdam",
+    "PartialRowwiseLAMB",
     "Plan",
     "RowwiseAdagrad",
     "Table",

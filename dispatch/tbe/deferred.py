@@ -60,15 +60,18 @@ class Deferred:
             factor = factor / scale
         skip = None if found is None else found.reshape(()) > 0
         for call, grad, carry in calls:
-            grad, lookup = grad.float() * factor, call.lookup
+            grad, lookup, training = grad.float() * factor, call.lookup, call.training
+            training.advance()
             if skip is None:
-                call.backend.backward_update(lookup, grad, call.training, carry)
+                call.backend.backward_update(lookup, grad, training, carry)
                 continue
             lookup = replace(lookup, indices=torch.where(skip, PRUNED_ID, lookup.indices))
             grad = torch.where(skip, 0.0, grad)
             # What the training forward prepared has the lookups sorted as they were.
             carry = call.backend.forward(lookup, True)[1]
-            call.backend.backward_update(lookup, grad, call.training, carry)
+            call.backend.backward_update(lookup, grad, training, carry)
+            if training.counter is not None:  # a skipped step is none
+                training.counter.select(0, 0).sub_(skip.to(torch.int64))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The probe itself, not its device: a copied param group holds the same copy.

@@ -67,6 +67,7 @@ class TrainingLookup(torch.autograd.Function):
         if per_sample_weights is not None and ctx.needs_input_grad[1]:
             weight_grad = call.backend.per_sample_weight_grad(call.lookup, grad).to(per_sample_weights.dtype)
         if call.keeper is None:
+            call.training.advance()
             call.backend.backward_update(call.lookup, grad, call.training, ctx.carry)
         else:
             call.keeper.add(call, grad, ctx.carry)

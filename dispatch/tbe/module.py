@@ -42,6 +42,9 @@ class TableBatchedEmbeddingBags(nn.Module):
         backend: a backend's name; refused with reasons where it cannot serve. Default: the best that can.
         device: where the tables live.
         deterministic: bitwise repeatable on one device. False allows an unfixed order of additions.
+        stochastic_rounding: float16 and bfloat16 tables only: a stepped row is rounded to one of its two
+            neighbours at random, so that small steps are not lost on average. Without: to nearest.
+        rounding_seed: of its random numbers, which depend on seed, step, row and column alone.
         init: what rows start from: one of ``tbe.init`` for all tables, or a mapping by table name. Default, for
             tables that are left out too: normal(0, 0.01).
         generator: of the random values, on ``device``. Default: torch's own.
@@ -66,14 +69,23 @@ class TableBatchedEmbeddingBags(nn.Module):
         backend: str | None = None,
         device: torch.device | str | None = None,
         deterministic: bool = True,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
         init: Init | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         layout = Layout.make(tables, feature_table_map)
         self.spec = Spec(
-            layout, optimizer, pooling, weights_dtype, output_dtype, bounds_check, bool(deterministic)
-        )
+            layout, optimizer, pooling, weights_dtype, output_dtype, bounds_check, bool(deterministic),
+            bool(stochastic_rounding),
+        )  # fmt: skip
+        if (
+            isinstance(rounding_seed, bool)
+            or not isinstance(rounding_seed, int)
+            or not 0 <= rounding_seed < 2**63
+        ):
+            raise ValueError(f"rounding_seed={rounding_seed!r}: expected an integer in [0, 2**63)")
         self.requested_backend = backend
         where = torch.device(torch.get_default_device() if device is None else device)
         if where.type == "cuda" and where.index is None:
@@ -100,6 +112,9 @@ class TableBatchedEmbeddingBags(nn.Module):
         self.hyper: torch.Tensor
         hyper = torch.tensor(optimizer.hyper_values(), dtype=STATE_DTYPE, device=where)
         self.register_buffer("hyper", hyper)
+        self.counter: torch.Tensor | None
+        counter = torch.tensor([0, rounding_seed], device=where) if self.spec.counts_steps else None
+        self.register_buffer("counter", counter)
         # In the host's precision; None where the value is known on the device only.
         self._hyper_values: list[float | None] = [*optimizer.hyper_values()]
         self._deferred: Deferred | None = None
@@ -147,7 +162,7 @@ class TableBatchedEmbeddingBags(nn.Module):
             raise RuntimeError(NOT_COMPILED)
         self._check(indices, offsets, asked)
         out: torch.Tensor = torch.ops.tbe.lookup(
-            self.weights, self.states, self.hyper, self.hook, indices, offsets, per_sample_weights,
+            self.weights, self.states, self.hyper, self.counter, self.hook, indices, offsets, per_sample_weights,
             self._handle, asked, training,
         )[0]  # fmt: skip
         return out
@@ -169,7 +184,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         lookup = Lookup(self.spec, plan, weights, indices, offsets, per_sample_weights)
         if not training:
             return backend.forward(lookup, False)[0]
-        call = Call(backend, lookup, Training(tuple(self.states), self.hyper), self._deferred)
+        update = Training(tuple(self.states), self.hyper, self.counter)
+        call = Call(backend, lookup, update, self._deferred)
         apply: Any = TrainingLookup.apply
         out: torch.Tensor = apply(self.hook, per_sample_weights, call)
         return out
@@ -255,8 +271,11 @@ class TableBatchedEmbeddingBags(nn.Module):
         return [flat[b : b + t.rows] for t, b in zip(layout.tables, layout.row_bases, strict=True)]
 
     def _named_views(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds: ``<table>.weight``, ``<table>.<state>`` and ``hyper``."""
+        """What a checkpoint holds: ``<table>.weight``, ``<table>.<state>``, ``hyper``, and where steps are counted
+        ``step`` and ``rounding_seed``."""
         views = {"hyper": self.hyper}
+        if self.counter is not None:
+            views |= {"step": self.counter[0], "rounding_seed": self.counter[1]}
         weights, states = self.split_embedding_weights(), self.split_optimizer_states()
         for table, weight, state in zip(self.spec.layout.tables, weights, states, strict=True):
             views[f"{table.name}.weight"] = weight
