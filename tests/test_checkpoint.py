@@ -50,12 +50,18 @@ def rewritten(values: dict[str, Any], path: Path) -> Any:
     return path / "rewritten"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp16": {"weights_dtype": torch.float16},
+    "adam": {"optimizer": tbe.Adam(lr=0.1)},
+    "rounding": {"weights_dtype": torch.bfloat16, "stochastic_rounding": True, "rounding_seed": 9},
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_save_load_step_equals_never_having_stopped(
-    kind: str, dtype: torch.dtype, place: Place, tmp_path: Path
-) -> None:
-    options = {"weights_dtype": dtype, "backend": place[0], "device": place[1]}
+def test_save_load_step_equals_never_having_stopped(kind: str, case: str, place: Place, tmp_path: Path) -> None:
+    options = {**OPTIONS[case], "backend": place[0], "device": place[1]}
     whole, again = make(**options), make(init=tbe.init.uniform(5, 6), **options)
     call = {k: v.to(place[1]) for k, v in inputs().items()}
     grad = torch.randn(2, 12, generator=torch.Generator().manual_seed(0)).to(place[1])

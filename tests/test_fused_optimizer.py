@@ -8,8 +8,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from helpers import TABLES, differing, inputs, make, step, tensors
 from torch.optim import lr_scheduler as schedulers
 
 import tbe
-from tbe_core.optimizers import base
 
 STEPS = 14
 
@@ -91,44 +89,29 @@ def test_one_cycle_s_momentum_is_refused_where_there_is_none() -> None:
         one_cycle(True)(tbe.FusedOptimizer(make(optimizer=tbe.SGD())))
 
 
-@dataclass(frozen=True)
-class Betas(base.Optimizer):
-    """With hyper-parameters that torch's schedulers know as one tuple; steps like SGD."""
-
-    beta1: float = 0.9
-    beta2: float = 0.99
-    NAME: ClassVar[str] = "betas_of_a_test"
-    HYPER: ClassVar[tuple[str, ...]] = ("lr", "beta1", "beta2")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.beta1 >= 1 or self.beta2 >= 1:
-            raise ValueError(f"betas={self.beta1, self.beta2}: expected numbers below 1")
-
-    def step_rows(self, w: Any, g: Any, state: Any, hyper: base.Hyper) -> Any:
-        return w - hyper["lr"] * g
+MOMENTA = {
+    "betas": (tbe.Adam(lr=0.1, beta2=0.99), lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.99)), "beta1"),
+    "momentum": (tbe.LARS(lr=0.1, momentum=0.8), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8), "momentum"),
+}
 
 
-@pytest.fixture
-def betas(monkeypatch: pytest.MonkeyPatch) -> tbe.TableBatchedEmbeddingBags:
-    monkeypatch.setitem(base.REGISTRY, Betas.NAME, Betas)
-    return make(optimizer=Betas(lr=0.1), backend="cpu")
-
-
-def test_one_cycle_s_momentum_cycles_betas(betas: tbe.TableBatchedEmbeddingBags) -> None:
-    ours = tbe.FusedOptimizer(betas)
-    torchs = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], lr=0.1, betas=(0.9, 0.99))
+@pytest.mark.parametrize("key", MOMENTA)
+def test_one_cycle_cycles_momentum_like_torch_s(key: str) -> None:
+    optimizer, torchs_own, name = MOMENTA[key]
+    emb = make(optimizer=optimizer)
+    ours, torchs = tbe.FusedOptimizer(emb), torchs_own([torch.nn.Parameter(torch.ones(1))])
     pair = [one_cycle(True)(o) for o in (ours, torchs)]
     seen = set()
     for _ in range(STEPS):
-        for optimizer, scheduler in zip((ours, torchs), pair, strict=True):
-            optimizer.step()
+        for each, scheduler in zip((ours, torchs), pair, strict=True):
+            each.step()
             scheduler.step()
         mine, theirs = ours.param_groups[0], torchs.param_groups[0]
-        assert mine["betas"] == theirs["betas"] == (mine["beta1"], mine["beta2"])
-        expected = torch.tensor([theirs["lr"], *theirs["betas"]])
-        assert torch.equal(betas.hyper, expected)
-        seen.add(mine["beta1"])
+        assert mine[key] == theirs[key] and mine["lr"] == theirs["lr"]
+        at = emb.spec.optimizer.HYPER.index(name)
+        expected = theirs[key][0] if key == "betas" else theirs[key]
+        assert mine[name] == expected and emb.hyper[at] == torch.tensor(expected)
+        seen.add(expected)
     assert len(seen) > 3
 
 
@@ -222,13 +205,15 @@ def test_wrong_hyper_parameters_are_refused_and_change_nothing(case: str) -> Non
         assert not differing(before, tensors(emb)) and group == seen
 
 
-def test_betas_are_checked_as_a_pair(betas: tbe.TableBatchedEmbeddingBags) -> None:
-    with pytest.raises(ValueError, match=r"betas=0.5: expected a pair"):
-        betas.set_hyper(betas=0.5)
-    with pytest.raises(ValueError, match="expected numbers below 1"):
-        betas.set_hyper(betas=(0.5, 1.0))
-    betas.set_hyper(betas=(0.5, 0.75))
-    assert betas.hyper.tolist() == [pytest.approx(0.1), 0.5, 0.75]
+def test_betas_are_checked_as_a_pair() -> None:
+    emb = make(optimizer=tbe.Adam(lr=0.1))
+    before = tensors(emb)
+    for wrong, message in ((0.5, r"betas=0.5: expected a pair"), ((0.5, 1.0), "beta2=1.0: expected a number in")):
+        with pytest.raises(ValueError, match=message):
+            emb.set_hyper(betas=wrong)
+        assert not differing(before, tensors(emb))
+    emb.set_hyper(betas=(0.5, 0.75))
+    assert emb.hyper[1:3].tolist() == [0.5, 0.75] and tbe.FusedOptimizer(emb).param_groups[0]["beta2"] == 0.75
 
 
 def test_hyper_parameters_cannot_leave_a_group() -> None:

@@ -162,6 +162,44 @@ def test_reset_rows_start_anew_and_no_others(dtype: torch.dtype, place: Place) -
         torch.testing.assert_close(table.double().cpu(), expected, rtol=limit, atol=limit * 1e-2)
 
 
+OPTIMIZERS = [tbe.SGD(), tbe.Adam(), tbe.PartialRowwiseAdam(), tbe.LARS()]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.NAME)
+def test_reset_clears_every_state_of_a_row_and_no_other(optimizer: tbe.Optimizer) -> None:
+    emb = make(optimizer=optimizer)
+    for seed in range(3):
+        step(emb, seed, indices=torch.tensor([1, 2, 9, 0, 0]))
+    before = [{k: v.clone() for k, v in state.items()} for state in emb.split_optimizer_states()]
+    emb.reset_rows(0, [9, 2])
+    for name, state in emb.split_optimizer_states()[0].items():
+        assert before[0][name][2].any() and before[0][name][9].any(), "the rows had state"
+        assert not state[[2, 9]].any() and torch.equal(state[[0, 1]], before[0][name][[0, 1]])
+    assert all(torch.equal(v, before[1][k]) for k, v in emb.split_optimizer_states()[1].items())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.NAME)
+def test_growth_keeps_every_state_and_the_count_of_steps(optimizer: tbe.Optimizer) -> None:
+    options: dict[str, Any] = {"weights_dtype": torch.bfloat16, "stochastic_rounding": True, "rounding_seed": 9}
+    emb = make(optimizer=optimizer, **options)
+    for seed in range(2):
+        step(emb, seed)
+    grown = tbe.resized(emb, {"ad": 13, "geo": 7})
+    assert grown.counter.tolist() == [2, 9]
+    for name, old in emb._named_views().items():
+        new = grown._named_views()[name]
+        kept = new[: old.shape[0]] if old.dim() else new
+        assert torch.equal(old, kept), name
+        assert "weight" in name or not old.dim() or not new[old.shape[0] :].any(), name
+    # A grown table begins elsewhere in storage, and rounding is keyed by the row: fp32 tables go on bit for bit.
+    plain = make(optimizer=optimizer)
+    step(plain)
+    other = tbe.resized(plain, {"ad": 13, "geo": 7})
+    for seed in (3, 4):
+        assert torch.equal(step(plain, seed), step(other, seed))
+    assert torch.equal(plain.split_embedding_weights()[0], other.split_embedding_weights()[0][:10])
+
+
 def test_reset_takes_an_initialiser_and_rows_of_a_tensor() -> None:
     emb, values = make(), torch.arange(40.0).view(10, 4)
     emb.reset_rows("ad", [3, 7], tbe.init.from_tensor(values))

@@ -17,7 +17,7 @@ OPTIMIZERS = {
     "sgd": tbe.SGD(lr=0.1),
     "decay": tbe.RowwiseAdagrad(lr=0.1, eps=1e-4, weight_decay=0.01, weight_decay_mode="decoupled"),
     "adam": tbe.Adam(lr=0.1, weight_decay=0.01),
-    "partial_rowwise_lamb": tbe.PartialRowwiseLAMB(lr=0.1),
+    "partial rowwise lamb": tbe.PartialRowwiseLAMB(lr=0.1),
 }
 
 
@@ -112,12 +112,30 @@ def test_a_gradient_that_is_not_finite_updates_nothing(optimizer: str, value: fl
     scaler.update()
     assert not differing(step_like, tensors(emb))
     assert scaler.get_scale() == 512.0, "the scaler saw it and backed off"
+    assert emb.counter is None or emb.counter[0] == 0, "a skipped step is none"
     backward(emb, place, scaler, gradient(place, 1))
     scaler.step(tables)
     scaler.update()
     good = on(place, optimizer=OPTIMIZERS[optimizer])
     backward(good, place, scaler_on(place, enabled=False), gradient(place, 1))
     assert not differing(tensors(good), tensors(emb)), "the next step is as if the skipped one had never been"
+    assert emb.counter is None or torch.equal(emb.counter, good.counter)
+
+
+def test_rounding_at_random_counts_the_steps_that_are_taken(place: Place) -> None:
+    options: dict[str, Any] = {"weights_dtype": torch.bfloat16, "stochastic_rounding": True, "rounding_seed": 9}
+    emb, good = on(place, **options), on(place, **options)
+    tables, scaler = tbe.FusedOptimizer(emb, defer=True), scaler_on(place)
+    for seed, skipped in ((0, False), (1, True), (2, False)):
+        grad = gradient(place, seed)
+        if skipped:
+            grad[0, 0] = torch.nan
+        else:
+            good(**call(place)).backward(grad)
+        backward(emb, place, scaler, grad)
+        scaler.step(tables)
+        scaler.update()
+    assert not differing(tensors(good), tensors(emb)) and emb.counter.tolist() == [2, 9]
 
 
 def test_an_overflow_of_fp16_is_found(place: Place) -> None:
