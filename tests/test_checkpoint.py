@@ -296,6 +296,25 @@ def test_renamed_tables_are_mapped_only_when_they_are_named(kind: str, tmp_path:
     refused(emb, source, f"{twice}weight' here", f"{twice}sum' here", rename={"geo": "ad"}, **options)
 
 
+def test_a_module_s_own_tables_can_change_places() -> None:
+    emb = make(tables=[tbe.Table("ad", 9, 4), tbe.Table("geo", 9, 4)], optimizer=tbe.Adam())
+    step(emb, indices=torch.tensor([1, 2, 8, 0, 4]))
+    before = {k: v.clone() for k, v in emb.state_dict().items()}
+    tbe.load_checkpoint(emb, emb.state_dict(), rename={"ad": "geo", "geo": "ad"})
+    turned = {"ad": "geo", "geo": "ad"}
+    for name, value in emb.state_dict().items():
+        table, dot, what = name.partition(".")
+        assert torch.equal(value, before[turned.get(table, table) + dot + what]), name
+
+
+def test_a_mapped_file_of_torch_s_is_a_source(tmp_path: Path) -> None:
+    emb, other = make(), make(init=tbe.init.uniform(5, 6))
+    step(emb)
+    torch.save(emb.state_dict(), tmp_path / "c.pt")
+    tbe.load_checkpoint(other, torch.load(tmp_path / "c.pt", mmap=True))
+    assert all(torch.equal(v, other.state_dict()[k]) for k, v in emb.state_dict().items())
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_resized_tables_are_refused_with_the_way_to_go(kind: str, tmp_path: Path) -> None:
     emb = make()

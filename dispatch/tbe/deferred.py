@@ -35,6 +35,8 @@ class Deferred:
     def add(self, call: Call, grad: torch.Tensor, carry: torch.Tensor) -> None:
         """Keep one backward: its lookup, output gradient and what its forward prepared."""
         flag = torch.where(grad.isfinite().all(), UNIT, torch.inf).to(torch.float32).reshape(1)
+        if self.probe.device != flag.device:  # the module was moved since
+            self.probe.data = self.probe.data.to(flag.device)
         seen = self.probe.grad
         self.probe.grad = flag if seen is None else torch.maximum(seen, flag)
         self.calls.append((call, grad, carry))

@@ -56,8 +56,14 @@ class TensorSource:
         }
 
     def read(self, targets: Mapping[str, torch.Tensor]) -> None:
+        values = {name: self._tensors[name].detach() for name in targets}
+        homes = {target.untyped_storage().data_ptr() for target in targets.values()}
+        for name, value in values.items():
+            # The module's own tables under other names: copied before one of them is overwritten.
+            if value.untyped_storage().data_ptr() in homes and value.data_ptr() != targets[name].data_ptr():
+                values[name] = value.clone()
         for name, target in targets.items():
-            copy_pieces(target, self._tensors[name].detach())
+            copy_pieces(target, values[name])
 
     def overflowing(self, dtypes: Mapping[str, torch.dtype]) -> list[str]:
         return [
@@ -215,6 +221,8 @@ def write_safetensors(views: Mapping[str, torch.Tensor], path: Path) -> None:
                 flat = views[name].reshape(1) if views[name].dim() == 0 else views[name]
                 for piece in slices(flat):
                     file.write(flat[piece].cpu().contiguous().view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
