@@ -192,7 +192,8 @@ def _base() -> list[Workload]:
 
 def _variants(base: Iterable[Workload]) -> list[Workload]:
     """Weighted for every regime of run lengths and for mixed widths; fp16 output wherever every table has the
-    same width; other dtypes and mean for two small ones; Adam, whole and row-wise, for three; checked ids for one that fills the device."""
+    same width; other dtypes and mean for two small ones; Adam, whole and row-wise, for three; checked ids for one
+    that fills the device."""
     by_name = {workload.name: workload for workload in base}
     weighted = ("fbgemm_default", "uniform_10m", "band_10k", "zipf_1m", "hot_100", "mixed_dims", "mlperf_dlrm2")
     out = [_like(by_name[name], "weighted", WEIGHTED, weighted=True) for name in weighted]
@@ -223,12 +224,11 @@ def _like(shape: Workload, suffix: str, tag: str, **changes: Any) -> Workload:
 def _published() -> list[Workload]:
     """Others' benchmarks: FBGEMM's with every option left at its default, and the 66 tables of a benchmark
     command that TorchRec published. That command names no dtypes and no learning rate: they are this list's."""
+    defaults = RowwiseAdagrad(lr=0.1, eps=0.1)
     fbgemm = _even("fbgemm_published", 32, 100_000, 128, 512, 20)
     torchrec = Workload("torchrec_66", _TORCHREC_ROWS, _TORCHREC_DIMS, 294_912, _TORCHREC_LENGTHS)
     return [
-        replace(
-            fbgemm, weights_dtype=torch.float32, optimizer=RowwiseAdagrad(lr=0.1, eps=0.1), tags=(PUBLISHED,)
-        ),
+        replace(fbgemm, weights_dtype=torch.float32, optimizer=defaults, tags=(PUBLISHED,)),
         replace(torchrec, tags=(PUBLISHED,)),
     ]
 
