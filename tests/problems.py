@@ -12,6 +12,7 @@ from judge import Call, consult, same_bits
 
 import tbe
 from tbe import policy, registry
+from tbe.eager import clipped
 from tbe_core import Absent, DeviceConfig, Lookup, Optimizer, Table, Training
 from tbe_core.dtypes import INDEX_DTYPES, OUTPUT_DTYPES, SAMPLE_WEIGHT_DTYPES, WEIGHT_DTYPES
 from tbe_core.optimizers import WEIGHT_DECAY_MODES
@@ -39,6 +40,8 @@ class Trial:
     fresh_state: bool = False
     """States start at zero, as in a new module; otherwise at uniform [0, 1)."""
     seed: int = 0
+    gradient_clipping: float | None = None
+    frozen: tuple[int, ...] = ()
 
     def module(self, backend: str, device: str) -> tbe.TableBatchedEmbeddingBags:
         """A module with normal(0, 1) rows: an update of lr 0.5 then changes a row by its own size."""
@@ -52,7 +55,9 @@ class Trial:
             bounds_check=self.bounds_check,
             backend=backend,
             device=device,
+            gradient_clipping=self.gradient_clipping,
         )
+        emb.freeze(*(self.tables[t].name for t in self.frozen))
         generator = torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
             # The whole storage, padding between tables included: a write there must show.
@@ -109,7 +114,10 @@ def step(
         if weights is not None:
             weights.requires_grad_(need_grad)
         out = emb(passed["indices"], passed["offsets"], weights)
-        out.backward(passed["grad"])
+        if out.requires_grad:
+            out.backward(passed["grad"])
+        else:
+            assert not emb.spec.trained, "nothing is frozen, and no backward"
         outcome = Outcome(out.detach(), None if weights is None else weights.grad)
     for name, tensor in given.items():
         if tensor is not None:
@@ -129,8 +137,9 @@ def _step_by_contract(
     plan = replace(plan, config=config)
     lookup = Lookup(emb.spec, plan, emb.weights.data, indices, offsets, weights)
     out, carry = backend.forward(lookup, True)
-    weight_grad = None if weights is None else backend.per_sample_weight_grad(lookup, passed["grad"])
-    backend.backward_update(lookup, passed["grad"], Training(tuple(emb.states), emb.hyper), carry)
+    grad = clipped(emb.spec, passed["grad"])
+    weight_grad = None if weights is None else backend.per_sample_weight_grad(lookup, grad)
+    backend.backward_update(lookup, grad, Training(tuple(emb.states), emb.hyper), carry)
     return Outcome(out, weight_grad)
 
 
@@ -263,6 +272,8 @@ def trials(draw: st.DrawFn) -> Trial:
         draw(st.booleans()),
         draw(st.booleans()),
         seed,
+        draw(st.sampled_from((None, None, 0.4, 1e-3, 1e6))),
+        tuple(t for t in range(count) if draw(st.sampled_from((False, False, True)))),
     )
 
 

@@ -65,7 +65,7 @@ class CpuBackend:
     ) -> None:
         optimizer = lookup.spec.optimizer
         hyper = Hyper(tuple(training.hyper.unbind()), optimizer.HYPER)
-        for part in group_lookups(lookup):
+        for part in group_lookups(lookup, lookup.spec.frozen):
             keys, order = part.rows.sort(stable=True)
             touched, lengths = keys.unique_consecutive(return_counts=True)
             if not touched.numel():

@@ -87,8 +87,11 @@ class TritonBackend:
             launch.check(lookup, device_tables(lookup), bad)
 
     def carry_bytes(self, spec: Spec, config: DeviceConfig, lookups: int, batch: int, weighted: bool) -> int:
-        all_small = small_tables(spec.layout, config) == set(spec.layout.feature_table_map)
-        if all_small and takes_dense_tier(spec, lookups, batch, weighted, config):
+        if not spec.trained:
+            return 0
+        if small_tables(spec, config) == spec.trained and takes_dense_tier(
+            spec, lookups, batch, weighted, config
+        ):
             return 0
         return CarryLayout.of(spec, config, lookups, batch, weighted).nbytes
 
@@ -103,7 +106,7 @@ class TritonBackend:
         )
         with on_device(out):
             variant = launch.variant_of(lookup, tables)
-            ahead = self._sort_ahead(lookup, tables, variant) if carry else None
+            ahead = self._sort_ahead(lookup, tables, variant) if carry and spec.trained else None
             if not out.numel():
                 pass
             elif pooled:
@@ -118,7 +121,7 @@ class TritonBackend:
         dense = tables.dense is not None and _dense(lookup)
         if dense and tables.all_dense:
             return None
-        return SortAhead(lookup, tables, tables.sorted_features if dense else tables.linearise, variant)
+        return SortAhead(lookup, tables, tables.sorted_features if dense else tables.trained, variant)
 
     def backward_update(
         self, lookup: Lookup, grad: torch.Tensor, training: Training, carry: torch.Tensor
@@ -127,7 +130,7 @@ class TritonBackend:
         from .update import update
 
         n, plan = lookup.indices.numel(), lookup.plan
-        if not n:
+        if not n or not lookup.spec.trained:
             return
         tables, grad = device_tables(lookup), grad.contiguous()
         with on_device(grad):

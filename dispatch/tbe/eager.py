@@ -10,19 +10,28 @@ from typing import Any
 
 import torch
 
-from tbe_core import Backend, Lookup, Training
+from tbe_core import Backend, Lookup, Spec, Training
 
 SECOND_BACKWARD = (
     "a second backward through one lookup: its rows have been stepped already; call the module again"
 )
 
 
+def clipped(spec: Spec, grad: torch.Tensor) -> torch.Tensor:
+    """The output's gradient, clamped where the module asks for it; NaN stays."""
+    if spec.gradient_clipping is None:
+        return grad
+    # A limit beyond a narrow dtype is that dtype's largest number: only infinities exceed it.
+    limit = min(spec.gradient_clipping, torch.finfo(grad.dtype).max)
+    return grad.clamp(-limit, limit)
+
+
 class Call:
-    """One lookup, its backend, and what the update needs."""
+    """One lookup, its backend, and what the update needs; None: the tables are not stepped."""
 
     __slots__ = ("backend", "lookup", "training")
 
-    def __init__(self, backend: Backend, lookup: Lookup, training: Training) -> None:
+    def __init__(self, backend: Backend, lookup: Lookup, training: Training | None) -> None:
         self.backend, self.lookup, self.training = backend, lookup, training
 
 
@@ -37,7 +46,7 @@ class TrainingLookup(torch.autograd.Function):
     def forward(
         ctx: Any, hook: torch.Tensor, per_sample_weights: torch.Tensor | None, call: Call
     ) -> torch.Tensor:
-        out, ctx.carry = call.backend.forward(call.lookup, True)
+        out, ctx.carry = call.backend.forward(call.lookup, call.training is not None)
         ctx.call = call
         # Saved, not merely kept: autograd then notices when they are changed before the backward.
         ctx.save_for_backward(call.lookup.indices, call.lookup.offsets, per_sample_weights)
@@ -55,9 +64,11 @@ class TrainingLookup(torch.autograd.Function):
         call: Call | None = ctx.call
         if call is None:
             raise RuntimeError(SECOND_BACKWARD)
+        grad = clipped(call.lookup.spec, grad)
         per_sample_weights, weight_grad = ctx.saved_tensors[2], None
         if per_sample_weights is not None and ctx.needs_input_grad[1]:
             weight_grad = call.backend.per_sample_weight_grad(call.lookup, grad).to(per_sample_weights.dtype)
-        call.backend.backward_update(call.lookup, grad, call.training, ctx.carry)
-        ctx.call = ctx.carry = None
+        if call.training is not None:
+            call.backend.backward_update(call.lookup, grad, call.training, ctx.carry)
+            ctx.call = ctx.carry = None
         return None, weight_grad, None

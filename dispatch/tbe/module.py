@@ -17,6 +17,7 @@ from tbe_core.validate import check_inputs
 from . import ops, policy
 from .bounds import BadLookups
 from .eager import Call, TrainingLookup
+from .options import checked_limit, mask_gradient, wants_gradient, with_frozen
 
 
 class TableBatchedEmbeddingBags(nn.Module):
@@ -38,6 +39,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         backend: a backend's name; refused with reasons where it cannot serve. Default: the best that can.
         device: where the tables live.
         deterministic: bitwise repeatable on one device. False allows an unfixed order of additions.
+        gradient_clipping: clamp every element of the output's gradient to [-x, x] before it is summed into rows
+            or becomes a gradient of ``per_sample_weights``. Default: no clamp.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and what was expected.
@@ -59,18 +62,20 @@ class TableBatchedEmbeddingBags(nn.Module):
         backend: str | None = None,
         device: torch.device | str | None = None,
         deterministic: bool = True,
+        gradient_clipping: float | None = None,
     ) -> None:
         super().__init__()
         layout = Layout.make(tables, feature_table_map)
         self.spec = Spec(
-            layout, optimizer, pooling, weights_dtype, output_dtype, bounds_check, bool(deterministic)
-        )
+            layout, optimizer, pooling, weights_dtype, output_dtype, bounds_check, bool(deterministic),
+            checked_limit(gradient_clipping),
+        )  # fmt: skip
         self.requested_backend = backend
         where = torch.device(torch.get_default_device() if device is None else device)
         if where.type == "cuda" and where.index is None:
             where = torch.device("cuda", torch.cuda.current_device())
         policy.plan_for(self.spec.problem(), where, policy.request(backend))
-        self._handle = ops.register(self.spec)
+        self._respecify(self.spec)
         self._bad_lookups = BadLookups()
         weights = torch.empty(layout.total_elements, dtype=weights_dtype, device=where).normal_(0, 0.01)
         self.weights = nn.Parameter(weights, requires_grad=False)
@@ -101,6 +106,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         indices: torch.Tensor,
         offsets: torch.Tensor,
         per_sample_weights: torch.Tensor | None = None,
+        *,
+        feature_requires_grad: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Look up and pool.
 
@@ -109,6 +116,8 @@ class TableBatchedEmbeddingBags(nn.Module):
             offsets: ``[T*B+1]`` int32 or int64, feature-major: bag (t, b) is
                 ``indices[offsets[t*B+b] : offsets[t*B+b+1]]``.
             per_sample_weights: ``[N]`` factors, multiplied in fp32; differentiable.
+            feature_requires_grad: ``[T]`` bool or numbers; where zero, the feature's ``per_sample_weights`` get
+                the gradient 0. The tables train as without it.
 
         Returns:
             ``[B, sum of feature dims]``, feature t at its running column; ``[N, D]`` with pooling none.
@@ -117,11 +126,13 @@ class TableBatchedEmbeddingBags(nn.Module):
             ValueError: an input is wrong; nothing has been changed.
         """
         asked = policy.request(self.requested_backend)
-        training = self.hook.requires_grad and torch.is_grad_enabled()
+        training = self._trains and self.hook.requires_grad and torch.is_grad_enabled()
         if not torch.compiler.is_compiling():
             check_inputs(self.spec, self.weights.device, indices, offsets, per_sample_weights)
-            if not torch._C._len_torch_dispatch_stack():
-                return self._eager(indices, offsets, per_sample_weights, asked, training)
+        if feature_requires_grad is not None:
+            per_sample_weights = mask_gradient(self.spec, offsets, per_sample_weights, feature_requires_grad)
+        if not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack():
+            return self._eager(indices, offsets, per_sample_weights, asked, training)
         self._check(indices, offsets, asked)
         out: torch.Tensor = torch.ops.tbe.lookup(
             self.weights, self.states, self.hyper, self.hook, indices, offsets, per_sample_weights,
@@ -144,9 +155,9 @@ class TableBatchedEmbeddingBags(nn.Module):
             self.spec, weights.device, indices.dtype, offsets.dtype, per_sample_weights is not None, asked
         )
         lookup = Lookup(self.spec, plan, weights, indices, offsets, per_sample_weights)
-        if not training:
+        if not training and not wants_gradient(per_sample_weights):
             return backend.forward(lookup, False)[0]
-        call = Call(backend, lookup, Training(tuple(self.states), self.hyper))
+        call = Call(backend, lookup, Training(tuple(self.states), self.hyper) if training else None)
         apply: Any = TrainingLookup.apply
         out: torch.Tensor = apply(self.hook, per_sample_weights, call)
         return out
@@ -159,6 +170,27 @@ class TableBatchedEmbeddingBags(nn.Module):
         torch.ops.tbe.check(self.weights, indices, offsets, self.bad, self._handle, asked)
         if mode == "warn" and not torch.compiler.is_compiling():
             self._bad_lookups.poll(self.bad)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Names of the frozen tables, in table order."""
+        return tuple(self.spec.layout.tables[t].name for t in self.spec.frozen)
+
+    def freeze(self, *names: str) -> None:
+        """Step these tables no more: they are looked up as before, and rows and state keep their bits.
+
+        Not part of a checkpoint, as ``requires_grad`` is not. Raises ``ValueError`` for a name of no table.
+        """
+        self._respecify(with_frozen(self.spec, names, True))
+
+    def unfreeze(self, *names: str) -> None:
+        """Let these tables train again. Raises ``ValueError`` for a name of no table."""
+        self._respecify(with_frozen(self.spec, names, False))
+
+    def _respecify(self, spec: Spec) -> None:
+        self.spec, self._handle = spec, ops.register(spec)
+        # Kept beside the spec: a compiled module reads it, and guards on it.
+        self._trains = bool(spec.trained)
 
     def flush(self) -> None:
         """Wait for the device and report every bad id and offset counted so far."""
