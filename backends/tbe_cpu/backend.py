@@ -58,7 +58,10 @@ class CpuBackend:
         for part in group_lookups(lookup):
             pooled = _gather(part, lookup) if none else _pool(part, lookup)
             part.scatter_columns(out, pooled)
-        return out, torch.empty(0, dtype=torch.uint8)
+        return out, self.prepare(lookup)
+
+    def prepare(self, lookup: Lookup) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
 
     def backward_update(
         self, lookup: Lookup, grad: torch.Tensor, training: Training, carry: torch.Tensor

@@ -106,7 +106,7 @@ class TritonBackend:
         )
         with on_device(out):
             variant = launch.variant_of(lookup, tables)
-            ahead = self._sort_ahead(lookup, tables, variant) if carry and spec.trained else None
+            ahead = self._sort_ahead(lookup, tables, variant) if carry else None
             if not out.numel():
                 pass
             elif pooled:
@@ -115,11 +115,20 @@ class TritonBackend:
                 launch.forward_rows(lookup, tables, out, variant)
             return out, torch.empty(0, dtype=torch.uint8, device=device) if ahead is None else ahead.finish()
 
+    def prepare(self, lookup: Lookup) -> torch.Tensor:
+        from . import launch
+
+        tables = device_tables(lookup)
+        with on_device(lookup.weights):
+            ahead = self._sort_ahead(lookup, tables, launch.variant_of(lookup, tables))
+            nothing = torch.empty(0, dtype=torch.uint8, device=lookup.weights.device)
+            return nothing if ahead is None else ahead.finish()
+
     def _sort_ahead(self, lookup: Lookup, tables: DeviceTables, variant: tuple[Any, ...]) -> SortAhead | None:
         from .ahead import SortAhead
 
         dense = tables.dense is not None and _dense(lookup)
-        if dense and tables.all_dense:
+        if (dense and tables.all_dense) or not lookup.spec.trained:
             return None
         return SortAhead(lookup, tables, tables.sorted_features if dense else tables.trained, variant)
 

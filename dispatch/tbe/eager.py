@@ -12,6 +12,8 @@ import torch
 
 from tbe_core import Backend, Lookup, Spec, Training
 
+from .accumulate import ENDED, Accumulator
+
 SECOND_BACKWARD = (
     "a second backward through one lookup: its rows have been stepped already; call the module again"
 )
@@ -29,10 +31,13 @@ def clipped(spec: Spec, grad: torch.Tensor) -> torch.Tensor:
 class Call:
     """One lookup, its backend, and what the update needs; None: the tables are not stepped."""
 
-    __slots__ = ("backend", "lookup", "training")
+    __slots__ = ("accumulator", "backend", "block", "lookup", "training")
 
-    def __init__(self, backend: Backend, lookup: Lookup, training: Training | None) -> None:
+    def __init__(
+        self, backend: Backend, lookup: Lookup, training: Training | None, accumulator: Accumulator
+    ) -> None:
         self.backend, self.lookup, self.training = backend, lookup, training
+        self.accumulator, self.block = accumulator, accumulator.block
 
 
 class TrainingLookup(torch.autograd.Function):
@@ -46,7 +51,7 @@ class TrainingLookup(torch.autograd.Function):
     def forward(
         ctx: Any, hook: torch.Tensor, per_sample_weights: torch.Tensor | None, call: Call
     ) -> torch.Tensor:
-        out, ctx.carry = call.backend.forward(call.lookup, call.training is not None)
+        out, ctx.carry = call.backend.forward(call.lookup, call.training is not None and call.block is None)
         ctx.call = call
         # Saved, not merely kept: autograd then notices when they are changed before the backward.
         ctx.save_for_backward(call.lookup.indices, call.lookup.offsets, per_sample_weights)
@@ -64,11 +69,17 @@ class TrainingLookup(torch.autograd.Function):
         call: Call | None = ctx.call
         if call is None:
             raise RuntimeError(SECOND_BACKWARD)
+        block = call.accumulator.block
+        if call.block is not None and block is not call.block:
+            raise RuntimeError(ENDED)
         grad = clipped(call.lookup.spec, grad)
         per_sample_weights, weight_grad = ctx.saved_tensors[2], None
         if per_sample_weights is not None and ctx.needs_input_grad[1]:
             weight_grad = call.backend.per_sample_weight_grad(call.lookup, grad).to(per_sample_weights.dtype)
         if call.training is not None:
-            call.backend.backward_update(call.lookup, grad, call.training, ctx.carry)
+            if block is not None:
+                block.keep(call.lookup, grad, call.training)
+            else:
+                call.backend.backward_update(call.lookup, grad, call.training, ctx.carry)
             ctx.call = ctx.carry = None
         return None, weight_grad, None

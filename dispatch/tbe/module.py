@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from tbe_core.dtypes import STATE_DTYPE
 from tbe_core.types import BoundsCheck, Pooling
 from tbe_core.validate import check_inputs
 
-from . import ops, policy
+from . import ops, policy, vbe_ops
+from .accumulate import COMPILED, Accumulator
 from .bounds import BadLookups
 from .eager import Call, TrainingLookup
 from .options import checked_limit, mask_gradient, wants_gradient, with_frozen
@@ -76,7 +78,7 @@ class TableBatchedEmbeddingBags(nn.Module):
             where = torch.device("cuda", torch.cuda.current_device())
         policy.plan_for(self.spec.problem(), where, policy.request(backend))
         self._respecify(self.spec)
-        self._bad_lookups = BadLookups()
+        self._bad_lookups, self._accumulator = BadLookups(), Accumulator()
         weights = torch.empty(layout.total_elements, dtype=weights_dtype, device=where).normal_(0, 0.01)
         self.weights = nn.Parameter(weights, requires_grad=False)
         # The hook makes autograd call the backward: the tables themselves ask for no gradient.
@@ -108,6 +110,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         per_sample_weights: torch.Tensor | None = None,
         *,
         feature_requires_grad: torch.Tensor | None = None,
+        batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
     ) -> torch.Tensor:
         """Look up and pool.
 
@@ -118,27 +121,38 @@ class TableBatchedEmbeddingBags(nn.Module):
             per_sample_weights: ``[N]`` factors, multiplied in fp32; differentiable.
             feature_requires_grad: ``[T]`` bool or numbers; where zero, the feature's ``per_sample_weights`` get
                 the gradient 0. The tables train as without it.
+            batch_size_per_feature_per_rank: ``[T][R]`` ints on the host: how many bags each feature has of each
+                rank. ``offsets`` then has one entry a bag and one more, a feature's ranks in order.
 
         Returns:
-            ``[B, sum of feature dims]``, feature t at its running column; ``[N, D]`` with pooling none.
+            ``[B, sum of feature dims]``, feature t at its running column; ``[N, D]`` with pooling none; flat, by
+            rank, feature, bag and element, with ``batch_size_per_feature_per_rank``.
 
         Raises:
             ValueError: an input is wrong; nothing has been changed.
         """
         asked = policy.request(self.requested_backend)
         training = self._trains and self.hook.requires_grad and torch.is_grad_enabled()
+        eager = not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+        flatten = None
+        if batch_size_per_feature_per_rank is not None:
+            sizes = batch_size_per_feature_per_rank
+            offsets, flatten = vbe_ops.enter(self._handle, self.weights.device, indices, offsets, sizes, eager)
         if not torch.compiler.is_compiling():
             check_inputs(self.spec, self.weights.device, indices, offsets, per_sample_weights)
         if feature_requires_grad is not None:
             per_sample_weights = mask_gradient(self.spec, offsets, per_sample_weights, feature_requires_grad)
-        if not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack():
-            return self._eager(indices, offsets, per_sample_weights, asked, training)
+        if eager:
+            out = self._eager(indices, offsets, per_sample_weights, asked, training)
+            return out if flatten is None else flatten(out)
+        if training and self._accumulator.block is not None:
+            raise RuntimeError(COMPILED)
         self._check(indices, offsets, asked)
-        out: torch.Tensor = torch.ops.tbe.lookup(
+        out = torch.ops.tbe.lookup(
             self.weights, self.states, self.hyper, self.hook, indices, offsets, per_sample_weights,
             self._handle, asked, training,
         )[0]  # fmt: skip
-        return out
+        return out if flatten is None else flatten(out)
 
     def _eager(
         self,
@@ -157,7 +171,9 @@ class TableBatchedEmbeddingBags(nn.Module):
         lookup = Lookup(self.spec, plan, weights, indices, offsets, per_sample_weights)
         if not training and not wants_gradient(per_sample_weights):
             return backend.forward(lookup, False)[0]
-        call = Call(backend, lookup, Training(tuple(self.states), self.hyper) if training else None)
+        call = Call(
+            backend, lookup, Training(tuple(self.states), self.hyper) if training else None, self._accumulator
+        )
         apply: Any = TrainingLookup.apply
         out: torch.Tensor = apply(self.hook, per_sample_weights, call)
         return out
@@ -191,6 +207,16 @@ class TableBatchedEmbeddingBags(nn.Module):
         self.spec, self._handle = spec, ops.register(spec)
         # Kept beside the spec: a compiled module reads it, and guards on it.
         self._trains = bool(spec.trained)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Micro-batches: keep the backwards of this block and step once at its end, as one large batch does.
+
+        The block's lookups see the tables as they were before it. Where it raises, nothing is stepped.
+        ``per_sample_weights`` get their gradients at each backward. Ids and output gradients are held until the
+        end. Raises ``RuntimeError`` for a block inside a block, a compiled training call in it, and a backward
+        after it of a lookup made in it.
+        """
+        return self._accumulator.collect()
 
     def flush(self) -> None:
         """Wait for the device and report every bad id and offset counted so far."""

@@ -43,6 +43,11 @@ def register(spec: Spec) -> int:
     return spec.handle
 
 
+def spec_of(handle: int) -> Spec:
+    """The spec of a handle."""
+    return _specs[handle]
+
+
 def _lookup_of(
     weights: torch.Tensor,
     indices: torch.Tensor,
