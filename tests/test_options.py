@@ -132,6 +132,8 @@ def test_freezing_a_table_that_is_not_there_is_refused(change: str) -> None:
     emb = make()
     with pytest.raises(ValueError, match=r"^table 'gone': expected one of 'ad', 'geo'"):
         getattr(emb, change)("ad", "gone")
+    with pytest.raises(ValueError, match=r"^table \['ad'\]: expected one of"):
+        getattr(emb, change)(["ad"])
     assert emb.frozen == ()
 
 

@@ -269,6 +269,8 @@ def test_a_compiled_module_equals_eager_whatever_the_sizes() -> None:
             out.backward(torch.linspace(0, 1, out.numel()))
             found.append((out.detach(), weights.grad))
         assert all(map(torch.equal, *found))
+        of_first = 2 * sum(sizes[0])
+        assert not found[0][1][of_first:].any() and found[0][1][:of_first].any() == bool(of_first)
         assert not differing(tensors(eager), tensors(emb))
 
 

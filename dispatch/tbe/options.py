@@ -22,7 +22,7 @@ def checked_limit(gradient_clipping: object) -> float | None:
 def with_frozen(spec: Spec, names: Sequence[str], freeze: bool) -> Spec:
     """``spec`` with the tables of these names frozen, or not; raises ``ValueError`` for an unknown name."""
     numbers = {table.name: number for number, table in enumerate(spec.layout.tables)}
-    unknown = [name for name in names if name not in numbers]
+    unknown = [name for name in names if not isinstance(name, str) or name not in numbers]
     if unknown:
         raise ValueError(f"table {unknown[0]!r}: expected one of {', '.join(map(repr, numbers))}")
     named = {numbers[name] for name in names}

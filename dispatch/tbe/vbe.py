@@ -66,9 +66,8 @@ class VariableBatch:
         segment = torch.repeat_interleave(counts, output_size=self.pieces)
         piece = torch.arange(self.pieces, device=counts.device)
         bag = (piece - starts[segment]) // of_bag[segment]
-        order: torch.Tensor = (
-            piece + shifts[segment] + bag * (self.spec.output_width // self.unit - of_bag)[segment]
-        )
+        rest = self.spec.output_width // self.unit - of_bag
+        order: torch.Tensor = piece + shifts[segment] + bag * rest[segment]
         return order
 
     def flatten(self, padded: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
