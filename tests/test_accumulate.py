@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers import INDICES, OFFSETS, differing, inputs, make, step, tensors
+from helpers import INDICES, OFFSETS, TABLES, differing, inputs, make, step, tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from judge import Call, consult, same_bits
@@ -16,6 +17,7 @@ from problems import Trial, trials
 
 import tbe
 from tbe_core.dtypes import INDEX_DTYPES
+from tbe_core.optimizers import REGISTRY
 
 pytestmark = pytest.mark.filterwarnings("ignore::tbe.BadLookupWarning")
 
@@ -82,6 +84,24 @@ def test_micro_batches_make_the_bits_of_one_batch(place: Place, trial: Trial, da
 
 def emb_states(found: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for name, tensor in found.items() if name.startswith("state")]
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_a_block_is_one_step_of_every_optimizer(place: Place, name: str) -> None:
+    """Steps are counted once a block, so that bias corrections and random roundings are the large batch's."""
+    ids, ends = torch.tensor([1, 2, 9, 1, 2, 0, 4, 4]), torch.tensor([0, 2, 3, 4, 5, 5, 6, 7, 8])
+    trial = Trial(TABLES, (0, 1), ids, ends, optimizer=REGISTRY[name](), weights_dtype=torch.float16)
+    options = {"weights_dtype": torch.float16, "stochastic_rounding": True, "optimizer": trial.optimizer}
+    emb, whole = (make(backend=place[0], device=place[1], **options) for _ in range(2))
+    for seed in (1, 2):
+        call = replace(trial, seed=seed).call()
+        run(whole, call, place[1])
+        with emb.accumulate():
+            for part, _ in cut(trial, call, [1, 3]):
+                run(emb, part, place[1])
+    assert whole.counter is not None and whole.counter[0] == 2 and emb.counter is not None
+    assert torch.equal(emb.counter, whole.counter)
+    assert not differing(tensors(emb), tensors(whole))
 
 
 def test_weighted_and_plain_micro_batches_mix(place: Place) -> None:

@@ -16,6 +16,7 @@ from problems import Trial, offsets_of, run_and_compare, trials
 
 import tbe
 from tbe_core import Table
+from tbe_core.optimizers import REGISTRY
 
 pytestmark = pytest.mark.filterwarnings("ignore::tbe.BadLookupWarning")
 
@@ -99,6 +100,36 @@ def test_frozen_tables_keep_their_bits_and_others_do_not_notice(
             assert same_bits(left.split_embedding_weights()[t], fresh.split_embedding_weights()[t])
             for name, state in left.split_optimizer_states()[t].items():
                 assert same_bits(state, fresh.split_optimizer_states()[t][name])
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_every_optimizer_leaves_frozen_tables(place: Place, name: str) -> None:
+    """The other table takes the step that it takes where nothing is frozen."""
+    options = {"backend": place[0], "device": place[1], "optimizer": REGISTRY[name]()}
+    emb, plain, fresh = (make(**options) for _ in range(3))
+    emb.freeze("geo")
+    ids, ends = torch.tensor(INDICES, device=place[1]), torch.tensor(OFFSETS, device=place[1])
+    for seed in (1, 2):
+        grad = torch.randn(2, 12, generator=torch.Generator().manual_seed(seed)).to(place[1])
+        for module in (emb, plain):
+            module(ids, ends).backward(grad)
+    for number, expected in enumerate((plain, fresh)):
+        assert torch.equal(emb.split_embedding_weights()[number], expected.split_embedding_weights()[number])
+        states = expected.split_optimizer_states()[number]
+        for key, state in emb.split_optimizer_states()[number].items():
+            assert torch.equal(state, states[key])
+    assert not torch.equal(plain.split_embedding_weights()[1], fresh.split_embedding_weights()[1])
+
+
+def test_all_frozen_counts_no_step() -> None:
+    emb = make(optimizer=tbe.Adam(lr=0.1))
+    emb.freeze("ad", "geo")
+    weights = torch.tensor(WEIGHTS, requires_grad=True)
+    step(emb, per_sample_weights=weights)
+    assert emb.counter is not None and int(emb.counter[0]) == 0
+    emb.unfreeze("ad")
+    step(emb)
+    assert int(emb.counter[0]) == 1
 
 
 def test_freezing_by_name_and_back() -> None:

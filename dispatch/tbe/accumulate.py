@@ -83,6 +83,7 @@ class Block:
             f"accumulate() after forwards of backend |{merged.plan.backend}",
         )  # fmt: skip
         lookup = replace(merged, plan=plan)
+        self._training.advance()
         backend.backward_update(lookup, grad, self._training, backend.prepare(lookup))
 
     def _join_streams(self) -> None:

@@ -80,6 +80,7 @@ class TrainingLookup(torch.autograd.Function):
             if block is not None:
                 block.keep(call.lookup, grad, call.training)
             else:
+                call.training.advance()
                 call.backend.backward_update(call.lookup, grad, call.training, ctx.carry)
             ctx.call = ctx.carry = None
         return None, weight_grad, None
