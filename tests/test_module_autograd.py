@@ -96,8 +96,8 @@ def test_operators_pass_torch_s_own_checks(pooling: str, weighted: bool) -> None
     plain = None if weights is None else weights.detach()
     grad = torch.randn(emb(ids, ends, plain).shape)
     ops, handle = torch.ops.tbe, emb._handle
-    state = (emb.weights.detach().clone(), [s.clone() for s in emb.states], emb.hyper)
-    lookup = (emb.weights, emb.states, emb.hyper, emb.hook, ids, ends, weights, handle, "")
+    state = (emb.weights.detach().clone(), [s.clone() for s in emb.states], emb.hyper, emb.counter)
+    lookup = (emb.weights, emb.states, emb.hyper, emb.counter, emb.hook, ids, ends, weights, handle, "")
     carry = ops.lookup(*lookup, True)[1].detach()
     calls = [
         (ops.lookup, (*lookup, True)),
