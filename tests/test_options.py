@@ -15,7 +15,7 @@ from judge import consult, same_bits
 from problems import Trial, offsets_of, run_and_compare, trials
 
 import tbe
-from tbe_core import Table
+from tbe_core import DeviceConfig, Table
 from tbe_core.optimizers import REGISTRY
 
 pytestmark = pytest.mark.filterwarnings("ignore::tbe.BadLookupWarning")
@@ -119,6 +119,21 @@ def test_every_optimizer_leaves_frozen_tables(place: Place, name: str) -> None:
         for key, state in emb.split_optimizer_states()[number].items():
             assert torch.equal(state, states[key])
     assert not torch.equal(plain.split_embedding_weights()[1], fresh.split_embedding_weights()[1])
+
+
+def test_frozen_tables_beside_dense_and_sorted_ones(place: Place) -> None:
+    """Small and large tables, of each one frozen, where the small ones take the dense tier."""
+    tables = (
+        Table("small", 5, 8),
+        Table("large", 50, 8),
+        Table("small frozen", 6, 8),
+        Table("large frozen", 60, 8),
+    )
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.cat([torch.randint(0, t.rows, (9,), generator=generator) for t in tables])
+    trial = Trial(tables, (0, 1, 2, 3), ids, offsets_of([4, 3, 2] * 4), frozen=(2, 3))
+    config = DeviceConfig(dense_rows=10, dense_length=0, dense_batch=1)
+    run_and_compare(trial, *place, config=config)
 
 
 def test_all_frozen_counts_no_step() -> None:
