@@ -60,13 +60,9 @@ def test_micro_batches_make_the_bits_of_one_batch(place: Place, trial: Trial, da
     emb, whole, call = trial.module(*place), trial.module(*place), trial.call()
     batch = (call.offsets.numel() - 1) // len(trial.feature_table_map)
     for _ in range(2):  # the second block starts from the first one's state
-        verdict = consult(
-            whole.spec,
-            whole.split_embedding_weights(),
-            whole.split_optimizer_states(),
-            whole.hyper.tolist(),
-            call,
-        )
+        tables, states = whole.split_embedding_weights(), whole.split_optimizer_states()
+        number = 1 if whole.counter is None else int(whole.counter[0]) + 1
+        verdict = consult(whole.spec, tables, states, whole.hyper.tolist(), call, number)
         before = tensors(emb)
         at = sorted(data.draw(st.lists(st.integers(0, batch), max_size=3)))
         out, weight_grad = run(whole, call, place[1])
@@ -280,3 +276,40 @@ def test_the_backend_of_the_lookups_makes_the_update(place: Place) -> None:
     with tbe.use_backend(place[0]):
         run(plain, call, place[1])
     assert not differing(tensors(emb), tensors(plain))
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_scaled_micro_batches_make_one_deferred_step(bad: bool) -> None:
+    """Clipped when unscaled, not before; skipped as a whole where one micro-batch overflowed."""
+    options = {"optimizer": tbe.Adam(lr=0.1), "gradient_clipping": 0.5}
+    emb, plain = make(**options), make(**options)
+    grads = torch.randn(2, 2, 12)
+    tables, scaler = tbe.FusedOptimizer(emb, defer=True), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = tensors(emb)
+    with emb.accumulate():
+        for number, grad in enumerate(grads):
+            poisoned = grad.clone()
+            poisoned[0, 0] = torch.inf if bad and number else grad[0, 0]
+            scaler.scale((emb(**inputs()) * poisoned).sum()).backward()
+    assert not differing(before, tensors(emb))
+    scaler.step(tables)
+    scaler.update()
+    with plain.accumulate():
+        for grad in grads:
+            plain(**inputs()).backward(grad)
+    if bad:
+        assert not differing(before, tensors(emb)) and emb.counter is not None and emb.counter[0] == 0
+    else:
+        assert not differing(tensors(plain), tensors(emb))
+        assert emb.counter is not None and emb.counter[0] == 1
+
+
+def test_deferring_inside_a_block_is_refused_at_the_next_backward() -> None:
+    emb = make()
+    before = tensors(emb)
+    with pytest.raises(RuntimeError, match=r"FusedOptimizer\(defer=True\) was made since"), emb.accumulate():
+        step(emb)
+        optimizer = tbe.FusedOptimizer(emb, defer=True)
+        step(emb)
+    optimizer.step()
+    assert not differing(before, tensors(emb))

@@ -86,11 +86,12 @@ def test_weights_without_gradient_ask_for_no_gradient_work(monkeypatch: pytest.M
 # --- torch.library ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("optimizer", [tbe.RowwiseAdagrad(lr=0.1), tbe.Adam(lr=0.1)], ids=["adagrad", "adam"])
 @pytest.mark.parametrize(
     ("pooling", "weighted"), [("sum", False), ("sum", True), ("mean", False), ("mean", True), ("none", False)]
 )
-def test_operators_pass_torch_s_own_checks(pooling: str, weighted: bool) -> None:
-    emb = make(pooling=pooling, tables=TABLES[:1] if pooling == "none" else TABLES)
+def test_operators_pass_torch_s_own_checks(pooling: str, weighted: bool, optimizer: tbe.Optimizer) -> None:
+    emb = make(pooling=pooling, tables=TABLES[:1] if pooling == "none" else TABLES, optimizer=optimizer)
     ids, ends = torch.tensor(INDICES), torch.tensor(OFFSETS)
     weights = torch.rand(5, requires_grad=True) if weighted else None
     plain = None if weights is None else weights.detach()

@@ -67,6 +67,18 @@ def test_a_limit_that_is_no_limit_is_refused(limit: Any) -> None:
         make(gradient_clipping=limit)
 
 
+def test_clipping_weights_gradients_of_deferred_steps_is_refused() -> None:
+    emb = make(gradient_clipping=0.5)
+    before, optimizer = tensors(emb), tbe.FusedOptimizer(emb, defer=True)
+    with pytest.raises(RuntimeError, match="their gradient is unscaled at the step, too late to clip it"):
+        step(emb, per_sample_weights=torch.tensor(WEIGHTS, requires_grad=True))
+    optimizer.step()
+    assert not differing(before, tensors(emb))
+    step(emb, per_sample_weights=torch.tensor(WEIGHTS))
+    optimizer.step()
+    assert differing(before, tensors(emb))
+
+
 # --- frozen tables ------------------------------------------------------------------------------------------
 
 
@@ -165,9 +177,11 @@ def test_freezing_by_name_and_back() -> None:
 
 
 def test_a_frozen_table_stays_frozen_in_copies_and_is_no_part_of_a_checkpoint() -> None:
-    emb = make()
+    emb = make(gradient_clipping=0.5)
     emb.freeze("ad")
-    assert copy.deepcopy(emb).frozen == ("ad",)
+    grown = tbe.resized(emb, {"ad": 12})
+    assert copy.deepcopy(emb).frozen == grown.frozen == ("ad",)
+    assert grown.spec.gradient_clipping == 0.5
     other = make()
     other.load_state_dict(emb.state_dict())
     assert other.frozen == ()

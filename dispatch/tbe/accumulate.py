@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from tbe_core import Lookup, Training
+from tbe_core import Lookup
 from tbe_core.validate import check_inputs
 
 from . import policy
+
+if TYPE_CHECKING:
+    from .eager import Call
 
 NESTED = "accumulate() inside accumulate() of the same module: expected one block at a time"
 ENDED = (
@@ -23,6 +27,7 @@ COMPILED = (
     "a training call under torch.compile or a dispatch mode inside accumulate(): its backward cannot be kept; "
     "expected an eager call"
 )
+DEFERRED = "a FusedOptimizer(defer=True) was made since another lookup of this accumulate() block was made"
 RESPECIFIED = "tables were frozen, unfrozen or moved since another lookup of this accumulate() block was made"
 
 
@@ -57,20 +62,22 @@ class Block:
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
-        self._training: Training | None = None
+        self._call: Call | None = None
 
-    def keep(self, lookup: Lookup, grad: torch.Tensor, training: Training) -> None:
+    def keep(self, call: Call, grad: torch.Tensor) -> None:
         """In place of an update. Raises ``RuntimeError`` where it cannot be one with the others."""
-        if self._kept:
-            first = self._kept[0].lookup
-            if first.spec != lookup.spec or first.weights.data_ptr() != lookup.weights.data_ptr():
-                raise RuntimeError(RESPECIFIED)
+        first, lookup = self._call, call.lookup
+        if first is None:
+            self._call = call
+        elif first.lookup.spec != lookup.spec or first.lookup.weights.data_ptr() != lookup.weights.data_ptr():
+            raise RuntimeError(RESPECIFIED)
+        elif first.keeper is not call.keeper:
+            raise RuntimeError(DEFERRED)
         self._kept.append(_Kept.of(lookup, grad))
-        self._training = training
 
     def update(self) -> None:
-        """One step of every touched row, on the current stream."""
-        if self._training is None:
+        """One step of every touched row, on the current stream; or one to keep, for an optimizer that defers."""
+        if self._call is None:
             return
         self._join_streams()
         merged, grad = merge([k.lookup for k in self._kept], [k.grad for k in self._kept])
@@ -83,8 +90,7 @@ class Block:
             f"accumulate() after forwards of backend |{merged.plan.backend}",
         )  # fmt: skip
         lookup = replace(merged, plan=plan)
-        self._training.advance()
-        backend.backward_update(lookup, grad, self._training, backend.prepare(lookup))
+        self._call.of(backend, lookup).update(grad, backend.prepare(lookup))
 
     def _join_streams(self) -> None:
         """Backwards run on the streams of their forwards: wait for them, and hold what is theirs."""

@@ -6,7 +6,7 @@ the host more than every launch together. An eager call takes this way instead; 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +19,12 @@ SECOND_BACKWARD = (
 )
 
 
+CLIPPED_LATER = (
+    "per_sample_weights that require a gradient, with gradient_clipping and FusedOptimizer(defer=True): their "
+    "gradient is unscaled at the step, too late to clip it; expected weights without gradient or no clipping"
+)
+
+
 def clipped(spec: Spec, grad: torch.Tensor) -> torch.Tensor:
     """The output's gradient, clamped where the module asks for it; NaN stays."""
     if spec.gradient_clipping is None:
@@ -28,16 +34,46 @@ def clipped(spec: Spec, grad: torch.Tensor) -> torch.Tensor:
     return grad.clamp(-limit, limit)
 
 
-class Call:
-    """One lookup, its backend, and what the update needs; None: the tables are not stepped."""
+class Keeper(Protocol):
+    """Takes a backward's update instead of its backend, to run it later; gets the gradient unclipped."""
 
-    __slots__ = ("accumulator", "backend", "block", "lookup", "training")
+    def add(self, call: Call, grad: torch.Tensor, carry: torch.Tensor) -> None: ...
+
+
+class Call:
+    """One lookup, its backend, what the update needs (None: no table is stepped), the module's place for
+    micro-batches, and who keeps the update for later, if anyone."""
+
+    __slots__ = ("accumulator", "backend", "block", "keeper", "lookup", "training")
 
     def __init__(
-        self, backend: Backend, lookup: Lookup, training: Training | None, accumulator: Accumulator
+        self,
+        backend: Backend,
+        lookup: Lookup,
+        training: Training | None,
+        accumulator: Accumulator,
+        keeper: Keeper | None = None,
     ) -> None:
-        self.backend, self.lookup, self.training = backend, lookup, training
+        self.backend, self.lookup, self.training, self.keeper = backend, lookup, training, keeper
         self.accumulator, self.block = accumulator, accumulator.block
+
+    def of(self, backend: Backend, lookup: Lookup) -> Call:
+        """The same for another lookup of the module."""
+        return Call(backend, lookup, self.training, self.accumulator, self.keeper)
+
+    def clipped(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient that the backward works with. A keeper's is clipped when it is unscaled: at its step."""
+        return clipped(self.lookup.spec, grad) if self.keeper is None else grad
+
+    def update(self, grad: torch.Tensor, carry: torch.Tensor) -> None:
+        """Step the rows now, or have it kept; ``grad`` is ``clipped``."""
+        if self.training is None:
+            return
+        if self.keeper is None:
+            self.training.advance()
+            self.backend.backward_update(self.lookup, grad, self.training, carry)
+        else:
+            self.keeper.add(self, grad, carry)
 
 
 class TrainingLookup(torch.autograd.Function):
@@ -72,15 +108,16 @@ class TrainingLookup(torch.autograd.Function):
         block = call.accumulator.block
         if call.block is not None and block is not call.block:
             raise RuntimeError(ENDED)
-        grad = clipped(call.lookup.spec, grad)
+        grad = call.clipped(grad)
         per_sample_weights, weight_grad = ctx.saved_tensors[2], None
         if per_sample_weights is not None and ctx.needs_input_grad[1]:
+            if call.keeper is not None and call.lookup.spec.gradient_clipping is not None:
+                raise RuntimeError(CLIPPED_LATER)
             weight_grad = call.backend.per_sample_weight_grad(call.lookup, grad).to(per_sample_weights.dtype)
         if call.training is not None:
             if block is not None:
-                block.keep(call.lookup, grad, call.training)
+                block.keep(call, grad)
             else:
-                call.training.advance()
-                call.backend.backward_update(call.lookup, grad, call.training, ctx.carry)
+                call.update(grad, ctx.carry)
             ctx.call = ctx.carry = None
         return None, weight_grad, None
