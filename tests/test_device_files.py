@@ -241,11 +241,11 @@ def test_doctor_shows_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         return told
 
     assert sources("H200") == {config_for(H200).source} != {DeviceConfig().source}
-    assert sources("MI300X") == {"untuned defaults"}
+    assert sources("B200") == {"untuned defaults"}
     path = put(tmp_path)
     use(monkeypatch, tmp_path)
     assert sources("H200") == {f"untuned, by hand (from {path})"}
-    assert sources("MI300X") == {"untuned defaults"}
+    assert sources("B200") == {"untuned defaults"}
     assert f"TBE_CONFIG_DIR={tmp_path}" in doctor(monkeypatch, "--as", "H200")[0].splitlines()
 
 

@@ -2,8 +2,10 @@
 
 from .backend import TritonBackend
 from .crosscompile import TritonCrossCompiler
+from .fused_tier import GatedTritonBackend
 
-backend = TritonBackend()
-cross_compiler = TritonCrossCompiler(backend)
+backend = GatedTritonBackend()
+# Ungated: it compiles the fused tier for AMD too, where nothing launches it, so that it stays known to compile.
+cross_compiler = TritonCrossCompiler(TritonBackend())
 
-__all__ = ["TritonBackend", "TritonCrossCompiler", "backend", "cross_compiler"]
+__all__ = ["GatedTritonBackend", "TritonBackend", "TritonCrossCompiler", "backend", "cross_compiler"]

@@ -15,7 +15,7 @@ from tbe_core import Backend, Capabilities
 from tbe_core.compiled import CompiledKernel, CrossCompileError, FailedKernel, check_target
 
 from .targets import TARGETS, capabilities
-from .variants import VARIANTS, Call, Variant
+from .variants import UPDATE, VARIANTS, Call, Variant
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class TritonCrossCompiler:
                 call = Call(self._backend, variant, tier, caps)
                 # A problem with reasons against it is never given to this backend: it has no kernels for it.
                 for work in () if call.reasons else variant.passes:
-                    words = variant.name(work, tier)
+                    words = variant.name(work, call.long_runs if work == UPDATE else tier)
                     call.run(work, lambda *launch, words=words: found.append(Launch(*launch, words)))
         return found
 
