@@ -18,8 +18,9 @@ from .backend import TritonBackend
 def fused_tier_hazard(caps: Capabilities) -> str | None:
     """Why long runs must not be fused on this device, or None: they may.
 
-    On gfx942 and gfx950 Triton 3.8 compiles the barrier to a bare ``s_barrier``, which waits for no store. What
-    it compiles to on AMD's other devices has not been read, so all of them count as hazardous.
+    On gfx90a, gfx942 and gfx950 Triton 3.8 compiles the barrier to an ``s_barrier`` that waits for LDS, not for
+    stores to global memory. On gfx1100 it waits for stores too, but nothing ran there: all of AMD counts as
+    hazardous until it has. docs/amd.md has the argument.
     """
     if caps.vendor == "amd":
         return "a barrier of Triton may not wait for other waves' stores on AMD"
