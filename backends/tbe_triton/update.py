@@ -10,7 +10,7 @@ from .carry import Carry, has_factors
 from .kernels.update import tbe_combine_kernel, tbe_group_bounds_kernel, tbe_update_kernel
 from .launch import variant_of
 from .launcher import Part, run
-from .shapes import alignment, optimizer_constants
+from .shapes import alignment, step_constant, step_tensors
 from .streams import NARROW, side_for_narrow
 from .tables import DeviceTables
 
@@ -38,8 +38,7 @@ def update(lookup: Lookup, tables: DeviceTables, grad: torch.Tensor, training: T
     space = Workspace(slots, n * cut.partials + groups * 2 * cut.widest, groups, grad.device)
     of_grad = (grad.dtype, grad.data_ptr() % 16 == 0)
     variant = (*variant_of(lookup, tables), *of_grad, carry.values.dtype, cut.number)
-    rows = (lookup.weights, training.states[0] if training.states else training.hyper, training.hyper)
-    constants = optimizer_constants(lookup.spec.optimizer)
+    rows, step = step_tensors(lookup, training), step_constant(lookup.spec)
     if groups > 1:
         run(
             tbe_group_bounds_kernel,
@@ -87,7 +86,7 @@ def update(lookup: Lookup, tables: DeviceTables, grad: torch.Tensor, training: T
             num_warps=shape.warps,
             stream=side.stream.cuda_stream if side and shape.block <= NARROW else None,
             variant=(*variant, shape.block),
-            **constants,
+            STEP=step,
         )
     if side:
         side.join()
@@ -108,5 +107,5 @@ def update(lookup: Lookup, tables: DeviceTables, grad: torch.Tensor, training: T
         PIECES=max(COMBINE_ELEMENTS // cut.widest, 1),
         num_warps=8,
         variant=variant,
-        **constants,
+        STEP=step,
     )

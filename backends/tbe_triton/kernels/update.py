@@ -12,7 +12,7 @@ sort last.
 import triton
 import triton.language as tl
 
-from .row_updates import load_and_step_row, step_row
+from .row_updates import STATE1, STATE2, load_and_step_row, load_state, step_row
 
 
 @triton.jit(do_not_specialize=["lookups", "groups"])
@@ -62,9 +62,7 @@ def run_pieces(keys_ptr, key, after, high, stretch):
 
 @triton.jit
 def arrive(
-    weights_ptr,
-    state_ptr,
-    hyper_ptr,
+    tensors,
     counters_ptr,
     partials_ptr,
     keys_ptr,
@@ -76,9 +74,7 @@ def arrive(
     cols,
     dim,
     BLOCK_D: tl.constexpr,
-    OPTIMIZER: tl.constexpr,
-    DECAY_MODE: tl.constexpr,
-    LIMITS_NORM: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """The fused tier: count this program in; the last sums every partial in order and steps the row. The
     barrier puts all lanes' partial before the count (scalar atomics run on one lane). ``slot`` and ``stretch``
@@ -92,16 +88,12 @@ def arrive(
         for piece in range(1, pieces):
             at = ((stretch + piece) * 2).to(tl.int64) * BLOCK_D
             total += tl.load(partials_ptr + at + cols, mask=mask, other=0.0)
-        load_and_step_row(
-            weights_ptr, state_ptr, hyper_ptr, element, key, total, cols, dim, OPTIMIZER, DECAY_MODE, LIMITS_NORM
-        )
+        load_and_step_row(tensors, element, key, total, cols, dim, STEP)
 
 
 @triton.jit
 def update_stretch(
-    weights_ptr,
-    state_ptr,
-    hyper_ptr,
+    tensors,
     grad_ptr,
     keys_ptr,
     values_ptr,
@@ -127,9 +119,7 @@ def update_stretch(
     FUSED: tl.constexpr,
     ALIGN: tl.constexpr,
     GRAD_ALIGN: tl.constexpr,
-    OPTIMIZER: tl.constexpr,
-    DECAY_MODE: tl.constexpr,
-    LIMITS_NORM: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Walk one stretch lookup by lookup: UNROLL gradient rows, and where a run ends its row and state, are in
     flight before the first is added; a uniform branch steps the row at a run's end."""
@@ -165,7 +155,8 @@ def update_stretch(
             keys = ()
             rows = ()
             weights = ()
-            moments = ()
+            states1 = ()
+            states2 = ()
             run_ends = ()
             elements = ()
             for j in tl.static_range(UNROLL):
@@ -186,16 +177,14 @@ def update_stretch(
                 steps = run_end & (not (head_long & (key == first)))
                 element = tl.multiple_of(element_base + (key.to(tl.int64) - row_base) * dim, ALIGN)
                 if D == BLOCK_D:
-                    w = tl.load(weights_ptr + element + cols, mask=steps, other=0.0)
+                    w = tl.load(tensors[0] + element + cols, mask=steps, other=0.0)
                 else:
-                    w = tl.load(weights_ptr + element + cols, mask=steps & mask, other=0.0)
-                moment = 0.0
-                if OPTIMIZER != "sgd":
-                    moment = tl.load(state_ptr + key, mask=steps, other=0.0)
+                    w = tl.load(tensors[0] + element + cols, mask=steps & mask, other=0.0)
+                states1 = states1 + (load_state(tensors[1], key, element, cols, mask, steps, STEP[STATE1]),)
+                states2 = states2 + (load_state(tensors[2], key, element, cols, mask, steps, STEP[STATE2]),)
                 keys = keys + (key,)
                 rows = rows + (row,)
                 weights = weights + (w,)
-                moments = moments + (moment,)
                 run_ends = run_ends + (run_end,)
                 elements = elements + (element,)
             for j in tl.static_range(UNROLL):
@@ -205,9 +194,8 @@ def update_stretch(
                         tl.store(partials_ptr + (stretch * 2).to(tl.int64) * BLOCK_D + cols, acc, mask=mask)
                     else:
                         step_row(
-                            weights_ptr, state_ptr, hyper_ptr, elements[j], keys[j],
-                            weights[j].to(tl.float32), moments[j], acc, cols, dim,
-                            OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+                            tensors, elements[j], keys[j], weights[j].to(tl.float32), states1[j], states2[j],
+                            acc, cols, dim, STEP,
                         )  # fmt: skip
                     acc = tl.zeros([BLOCK_D], tl.float32)
         if through:
@@ -231,17 +219,15 @@ def update_stretch(
                 pieces = run_pieces(keys_ptr, first, low + (left + 1) * STRETCH, high, STRETCH)
                 element = element_base + (first.to(tl.int64) - row_base) * dim
                 arrive(
-                    weights_ptr, state_ptr, hyper_ptr, counters_ptr, partials_ptr, keys_ptr, first,
-                    slot - (stretch - left), left, pieces, element, cols, dim, BLOCK_D,
-                    OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+                    tensors, counters_ptr, partials_ptr, keys_ptr, first,
+                    slot - (stretch - left), left, pieces, element, cols, dim, BLOCK_D, STEP,
                 )  # fmt: skip
             if tail_long:
                 pieces = run_pieces(keys_ptr, last, end, high, STRETCH)
                 element = element_base + (last.to(tl.int64) - row_base) * dim
                 arrive(
-                    weights_ptr, state_ptr, hyper_ptr, counters_ptr, partials_ptr, keys_ptr, last,
-                    slot, stretch, pieces, element, cols, dim, BLOCK_D,
-                    OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+                    tensors, counters_ptr, partials_ptr, keys_ptr, last,
+                    slot, stretch, pieces, element, cols, dim, BLOCK_D, STEP,
                 )  # fmt: skip
         else:
             if tail_long:
@@ -257,8 +243,10 @@ def update_stretch(
 @triton.jit(do_not_specialize=["lookups", "programs", "first_group"])
 def tbe_update_kernel(
     weights_ptr,
-    state_ptr,
+    state1_ptr,
+    state2_ptr,
     hyper_ptr,
+    counter_ptr,
     grad_ptr,
     keys_ptr,
     values_ptr,
@@ -283,13 +271,12 @@ def tbe_update_kernel(
     FUSED: tl.constexpr,
     ALIGN: tl.constexpr,
     GRAD_ALIGN: tl.constexpr,
-    OPTIMIZER: tl.constexpr,
-    DECAY_MODE: tl.constexpr,
-    LIMITS_NORM: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Grid: (programs, groups of this width). One stretch a program; with several groups, whose shares the
     host does not know, every group has the same programs, which take its stretches in turn. A group's partials
     start at PARTIALS elements a lookup before it, which no group exceeds, plus two of the WIDEST a group."""
+    tensors = (weights_ptr, state1_ptr, state2_ptr, hyper_ptr, counter_ptr)
     pid = tl.program_id(0)
     group = first_group + tl.program_id(1)
     meta = groups_ptr + group * 6
@@ -307,28 +294,28 @@ def tbe_update_kernel(
         for turn in range(pid, (high - low + STRETCH - 1) // STRETCH, programs):
             stretch = pid - pid + turn
             update_stretch(
-                weights_ptr, state_ptr, hyper_ptr, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
+                tensors, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
                 partials_ptr, partials_at, stretch, low, high, low // LEAST_STRETCH + group + stretch,
                 row_base, limit, element_base, dim, unit, group,
-                D, BLOCK_D, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN,
-                OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+                D, BLOCK_D, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN, STEP,
             )  # fmt: skip
     else:
         none = pid - pid
         update_stretch(
-            weights_ptr, state_ptr, hyper_ptr, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
+            tensors, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
             partials_ptr, none.to(tl.int64), pid, none + (lookups - lookups), lookups, pid,
             row_base, limit, element_base, dim, unit, group,
-            D, BLOCK_D, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN,
-            OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+            D, BLOCK_D, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN, STEP,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["programs"])
 def tbe_combine_kernel(
     weights_ptr,
-    state_ptr,
+    state1_ptr,
+    state2_ptr,
     hyper_ptr,
+    counter_ptr,
     keys_ptr,
     counters_ptr,
     owners_ptr,
@@ -337,12 +324,11 @@ def tbe_combine_kernel(
     programs,
     BLOCK_D: tl.constexpr,
     PIECES: tl.constexpr,
-    OPTIMIZER: tl.constexpr,
-    DECAY_MODE: tl.constexpr,
-    LIMITS_NORM: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """The split tier. Grid: programs, which take the listed long runs in turn, sum each one's partials in
     order, PIECES at a time, and step its row."""
+    tensors = (weights_ptr, state1_ptr, state2_ptr, hyper_ptr, counter_ptr)
     cols = tl.arange(0, BLOCK_D)
     piece = tl.arange(0, PIECES)
     zero = tl.zeros([], tl.int64)
@@ -370,6 +356,4 @@ def tbe_combine_kernel(
             )
             total += tl.sum(tile, axis=0)
         element = element_base + (key.to(tl.int64) - row_base) * dim
-        load_and_step_row(
-            weights_ptr, state_ptr, hyper_ptr, element, key, total, cols, dim, OPTIMIZER, DECAY_MODE, LIMITS_NORM
-        )
+        load_and_step_row(tensors, element, key, total, cols, dim, STEP)
