@@ -39,8 +39,7 @@ from tbe_core import (
 )
 from tbe_core.device_files import files_in
 from tbe_core.devices import DEVICES
-from tbe_rocm import RocmBackend, backend, cross_compiler
-from tbe_rocm.backend import PACKAGED
+from tbe_rocm import VENDORS, RocmBackend, backend, cross_compiler
 from tbe_triton import backend as portable
 from tbe_triton.fused_tier import fused_tier_hazard, without_hazard
 from tbe_triton.shapes import forward_shapes
@@ -57,7 +56,8 @@ def with_triton(caps: Capabilities) -> Capabilities:
 
 
 def plan_on(caps: Capabilities, policy: Policy | None = None) -> Plan:
-    return choose(PROBLEM, with_triton(caps), registry.load_all(), policy or Policy())
+    caps = with_triton(caps)
+    return choose(PROBLEM, caps, registry.load_for(caps), policy or Policy())
 
 
 AMD = {**{name: DEVICES[name] for name in CDNA}, **{a: TARGETS[a] for a in ("gfx1100", "gfx1201")}}
@@ -70,6 +70,20 @@ OTHERS = {name: caps for name, caps in DEVICES.items() if name not in CDNA} | {"
 def test_the_registry_finds_it() -> None:
     assert registry.load("rocm") is backend and isinstance(backend, RocmBackend)
     assert registry.cross_compiler("rocm") is cross_compiler
+    assert registry.VENDORS["rocm"] == VENDORS
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_plan_for_another_vendor_does_not_import_it(name: str) -> None:
+    """It says the same as the backend itself would."""
+    caps = OTHERS[name]
+    code = (
+        "import sys\nfrom tbe import registry\nfrom tbe_core import Capabilities\n"
+        f"caps = Capabilities({caps.device_type!r}, {caps.vendor!r}, 'x', triton_version='3.8.0')\n"
+        "told = {b.name: getattr(b, 'reason', None) for b in registry.load_for(caps)}\n"
+        "print(told['rocm'], 'tbe_rocm' in sys.modules, 'tbe_triton' in sys.modules, 'triton' in sys.modules)\n"
+    )
+    assert python(code).stdout.strip() == f"{backend.unavailable(caps)} False True False"
 
 
 @pytest.mark.parametrize("name", AMD)
@@ -85,9 +99,9 @@ def test_elsewhere_it_says_that_the_vendor_is_another(name: str) -> None:
     caps = OTHERS[name]
     for interpreted in (False, True):
         reason = backend.unavailable(replace(with_triton(caps), triton_interpret=interpreted))
-        assert reason == f"for AMD GPUs only, and the vendor here is {caps.vendor}"
+        assert reason == f"for devices of amd only, and the vendor here is {caps.vendor}"
     assert plan_on(caps).backend != "rocm"
-    with pytest.raises(BackendError, match=r"backend='rocm' cannot serve .*: for AMD GPUs only"):
+    with pytest.raises(BackendError, match=r"backend='rocm' cannot serve .*: for devices of amd only"):
         plan_on(caps, Policy("rocm"))
 
 
@@ -116,11 +130,11 @@ def test_doctor_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", CDNA)
 def test_each_packaged_file_is_untuned_and_fits_one_device(name: str) -> None:
-    fitting = [f for f in files_in(PACKAGED) if f.fits("rocm", DEVICES[name])]
+    fitting = [f for f in files_in(RocmBackend.packaged) if f.fits("rocm", DEVICES[name])]
     assert [f.path.name for f in fitting] == [f"amd_{name.lower()}.json"]
     assert fitting[0].config.source.startswith("untuned, derived from ")
     assert plan_on(DEVICES[name]).config.source == f"{fitting[0].config.source} ({fitting[0].path.name})"
-    assert len(files_in(PACKAGED)) == len(CDNA)
+    assert len(files_in(RocmBackend.packaged)) == len(CDNA)
 
 
 @pytest.mark.parametrize("name", CDNA)
@@ -207,7 +221,8 @@ def judge_step(trial: Trial, caps: Capabilities) -> Plan:
     verdict = consult(emb.spec, tables, states, emb.hyper.tolist(), call)
     weights = call.per_sample_weights
     problem = emb.spec.problem(call.indices.dtype, call.offsets.dtype, weights is not None)
-    plan = choose(problem, replace(with_triton(caps), triton_interpret=True), registry.load_all(), Policy())
+    caps = replace(with_triton(caps), triton_interpret=True)
+    plan = choose(problem, caps, registry.load_for(caps), Policy())
     assert plan.backend == "rocm"
     lookup = Lookup(emb.spec, plan, emb.weights.data, call.indices, call.offsets, weights)
     out, carry = backend.forward(lookup, True)

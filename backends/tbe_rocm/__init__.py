@@ -3,11 +3,11 @@
 from tbe_triton import TritonCrossCompiler
 from tbe_triton.targets import TARGETS
 
-from .backend import VENDOR, RocmBackend
+from .backend import VENDORS, RocmBackend
 
 backend = RocmBackend()
 cross_compiler = TritonCrossCompiler(
-    backend, targets=tuple(arch for arch, caps in TARGETS.items() if caps.vendor == VENDOR)
+    backend, targets=tuple(arch for arch, caps in TARGETS.items() if caps.vendor in VENDORS)
 )
 
-__all__ = ["RocmBackend", "backend", "cross_compiler"]
+__all__ = ["VENDORS", "RocmBackend", "backend", "cross_compiler"]

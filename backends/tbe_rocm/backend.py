@@ -8,34 +8,28 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tbe_core import Capabilities, DeviceConfig, Problem
-from tbe_core.device_files import find
+from tbe_core import Capabilities, other_vendor
 from tbe_core.tuning import Knob
-from tbe_triton import GatedTritonBackend
+from tbe_triton import TritonBackend
 
-PACKAGED = Path(__file__).parent / "configs_data"
-VENDOR = "amd"
+VENDORS = frozenset({"amd"})
 WAVE64_RANGES: dict[str, tuple[int, ...]] = {"forward_short_bags": (2, 4, 8, 16)}
 """What ``tbe tune`` tries where the portable range does not reach beyond the numbers of configs_data."""
 
 
-class RocmBackend(GatedTritonBackend):
+class RocmBackend(TritonBackend):
     """``tbe_triton``'s kernels, shaped for AMD by device files of backend "rocm"."""
 
     name = "rocm"
+    packaged = Path(__file__).parent / "configs_data"
 
     def unavailable(self, caps: Capabilities) -> str | None:
-        if caps.vendor != VENDOR:
-            return f"for AMD GPUs only, and the vendor here is {caps.vendor}"
-        return super().unavailable(caps)
+        return other_vendor(VENDORS, caps) or super().unavailable(caps)
 
     def preference(self, caps: Capabilities) -> int:
         """Just above the portable kernels on an AMD GPU; on request only elsewhere."""
         portable = super().preference(caps)
-        return portable + 5 if caps.vendor == VENDOR and portable >= 0 else -1
-
-    def device_config(self, problem: Problem, caps: Capabilities) -> DeviceConfig:
-        return find(self.name, caps, PACKAGED) or DeviceConfig()
+        return portable + 5 if caps.vendor in VENDORS and portable >= 0 else -1
 
     def search_space(self, caps: Capabilities) -> tuple[Knob, ...]:
         knobs = super().search_space(caps)

@@ -2,10 +2,8 @@
 
 from .backend import TritonBackend
 from .crosscompile import TritonCrossCompiler
-from .fused_tier import GatedTritonBackend
 
-backend = GatedTritonBackend()
-# Ungated: it compiles the fused tier for AMD too, where nothing launches it, so that it stays known to compile.
-cross_compiler = TritonCrossCompiler(TritonBackend())
+backend = TritonBackend()
+cross_compiler = TritonCrossCompiler(backend)
 
-__all__ = ["GatedTritonBackend", "TritonBackend", "TritonCrossCompiler", "backend", "cross_compiler"]
+__all__ = ["TritonBackend", "TritonCrossCompiler", "backend", "cross_compiler"]

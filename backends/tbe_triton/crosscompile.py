@@ -79,7 +79,7 @@ class TritonCrossCompiler:
                 call = Call(self._backend, variant, tier, caps)
                 # A problem with reasons against it is never given to this backend: it has no kernels for it.
                 for work in () if call.reasons else variant.passes:
-                    words = variant.name(work, call.long_runs if work == UPDATE else tier)
+                    words = variant.name(work, call.tier if work == UPDATE else tier)
                     call.run(work, lambda *launch, words=words: found.append(Launch(*launch, words)))
         return found
 
