@@ -71,11 +71,7 @@ class TableBatchedEmbeddingBags(nn.Module):
             layout, optimizer, pooling, weights_dtype, output_dtype, bounds_check, bool(deterministic),
             bool(stochastic_rounding),
         )  # fmt: skip
-        if (
-            isinstance(rounding_seed, bool)
-            or not isinstance(rounding_seed, int)
-            or not 0 <= rounding_seed < 2**63
-        ):
+        if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, int) or not 0 <= rounding_seed < 2**63:
             raise ValueError(f"rounding_seed={rounding_seed!r}: expected an integer in [0, 2**63)")
         self.requested_backend = backend
         where = torch.device(torch.get_default_device() if device is None else device)
