@@ -13,6 +13,7 @@ from typing import Any
 
 from tbe_core import Backend, Capabilities
 from tbe_core.compiled import CompiledKernel, CrossCompileError, FailedKernel, check_target
+from tbe_core.processors import PROCESSORS, most_warps, resident_warps
 
 from .targets import TARGETS, capabilities
 from .variants import UPDATE, VARIANTS, Call, Variant
@@ -99,9 +100,11 @@ class TritonCrossCompiler:
             used = machine_code.of_kernel(compiled)
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is this row's result
             return FailedKernel(name, self._backend.name, target, f"{type(error).__name__}: {error}")
+        warps, shared = launch.num_warps, compiled.metadata.shared
+        processor = PROCESSORS[target]
         return CompiledKernel(
-            name, self._backend.name, target, used.registers, used.spills, compiled.metadata.shared,
-            used.instructions,
+            name, self._backend.name, target, used.registers, used.spills, shared, used.instructions, warps,
+            resident_warps(processor, used.registers, shared, warps), most_warps(processor),
         )  # fmt: skip
 
 
