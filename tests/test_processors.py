@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 from helpers import python
@@ -49,10 +48,11 @@ rows, of_kernel, processor = [], machine_code.of_kernel, PROCESSORS["TARGET"]
 def watched(compiled):
     used, code = of_kernel(compiled), compiled.asm["amdgcn"]
     ours = resident_warps(processor, used.registers, 0, 1) // processor.partitions
-    rows.append([ours, *(int(re.search(p, code)[1]) for p in (r"; Occupancy: (\\d+)", r"; NumSgprs: (\\d+)"))])
+    printed = (r"; Occupancy: (\\d+)", r"; TotalNumSgprs: (\\d+)")
+    rows.append([ours, *(int(re.search(pattern, code)[1]) for pattern in printed)])
     return used
 machine_code.of_kernel = watched
-list(cross_compiler.compile_kernels("TARGET", "D=128 fp16->fp32"))
+assert all(hasattr(r, "registers") for r in cross_compiler.compile_kernels("TARGET", "D=128 fp16->fp32"))
 print(json.dumps(rows))
 """
 MANY_SCALARS = {"gfx90a": 100, "gfx942": 100, "gfx950": 100}
