@@ -71,7 +71,11 @@ class TableBatchedEmbeddingBags(nn.Module):
             layout, optimizer, pooling, weights_dtype, output_dtype, bounds_check, bool(deterministic),
             bool(stochastic_rounding),
         )  # fmt: skip
-        if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, int) or not 0 <= rounding_seed < 2**63:
+        if (
+            isinstance(rounding_seed, bool)
+            or not isinstance(rounding_seed, int)
+            or not 0 <= rounding_seed < 2**63
+        ):
             raise ValueError(f"rounding_seed={rounding_seed!r}: expected an integer in [0, 2**63)")
         self.requested_backend = backend
         where = torch.device(torch.get_default_device() if device is None else device)
@@ -211,7 +215,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         return [flat[b : b + t.rows] for t, b in zip(layout.tables, layout.row_bases, strict=True)]
 
     def _named_views(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds: ``<table>.weight``, ``<table>.<state>``, ``hyper``, and where steps are counted
+        """What a checkpoint holds: ``<table>.weight``, ``<table>.<state>``, ``hyper``; where steps are counted,
         ``step`` and ``rounding_seed``."""
         views = {"hyper": self.hyper}
         if self.counter is not None:
