@@ -3,12 +3,14 @@
 Two bounds, of which the slower counts. *Memory*: rows, gradients and states that the last cache does not hold,
 and what is streamed. *Cache*: every row and gradient that a lookup reads, through the last cache. The cache is
 taken to hold the most frequent rows of one table at a time, as tables are walked one after the other; a row that
-it holds is fetched once. Latency, launches, the sort and arithmetic take no time here: docs/amd.md compares with an H200.
+it holds is fetched once. Latency, launches, the sort and arithmetic take no time here: docs/amd.md compares with
+an H200.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -42,8 +44,8 @@ MEMORY: dict[str, Memory] = {
     "MI300X": Memory(5.3e12, 256 * MIB, 17.2e12, "data sheet: HBM3; Infinity Cache"),
     "MI350X": Memory(8.0e12, 256 * MIB, 17.2e12, "data sheet: HBM3E; Infinity Cache as fast as MI300X's"),
 }
-"""By name of ``tbe_core.devices.DEVICES``. The H200's memory is its measured copy speed, the others' a peak that no
-kernel reaches: their times are bounds from below."""
+"""By name of ``tbe_core.devices.DEVICES``. The H200's memory is its measured copy speed, the others' a peak that
+no kernel reaches: their times are bounds from below."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,10 @@ def predict(
     Raises:
         KeyError: nobody has written down the device's memory.
     """
-    memory, here = MEMORY[device], [k for k in kernels if k.target == caps.arch]
+    memory, by_target = MEMORY[device], defaultdict[str, list[CompiledKernel]](list)
+    for compiled in kernels:
+        by_target[compiled.target].append(compiled)
+    here = by_target[caps.arch]
     found = []
     for work, (fetched, through) in traffic(workload, memory).items():
         kernel = next((k for k in here if _serves(k, workload, work)), None)
@@ -131,7 +136,7 @@ def traffic(workload: Workload, memory: Memory) -> dict[str, tuple[float, float]
 
 
 def fetches(workload: Workload, rows: int, n: float, cached: int) -> tuple[float, float]:
-    """Row fetches from memory by ``n`` lookups of a table when ``cached`` rows fit, and distinct rows: expected."""
+    """Expected row fetches from memory by ``n`` lookups when ``cached`` rows fit, and expected distinct rows."""
     if workload.ids == DISTINCT:
         return n, n
     if workload.ids != ZIPF:
