@@ -10,7 +10,6 @@ from tbe_core.devices import DEVICES
 
 _MORE = (
     Capabilities("cuda", "nvidia", "sm_103", "NVIDIA B300", processors=148, warp_size=32),
-    Capabilities("cuda", "nvidia", "sm_120", "NVIDIA RTX PRO 6000 Blackwell", processors=188, warp_size=32),
     Capabilities("cuda", "amd", "gfx1100", "AMD Radeon RX 7900 XTX", processors=48, warp_size=32),
     Capabilities("cuda", "amd", "gfx1201", "AMD Radeon RX 9070 XT", processors=32, warp_size=32),
 )

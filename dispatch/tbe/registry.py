@@ -8,7 +8,7 @@ import importlib.util
 import logging
 from functools import lru_cache
 
-from tbe_core import Absent, Backend
+from tbe_core import Absent, Backend, Capabilities
 from tbe_core.compiled import CrossCompileError, CrossCompiler
 
 logger = logging.getLogger("tbe")
@@ -59,6 +59,15 @@ def load(name: str) -> Backend | Absent:
     if not isinstance(found, Backend) or found.name != name:
         return Absent(name, f"{found!r} is not a backend of that name")
     return found
+
+
+def complete(caps: Capabilities, disabled: frozenset[str]) -> Capabilities:
+    """``caps`` with what a backend alone can find out: by ``facts`` of its package, where there is one."""
+    for name, package in IN_TREE.items():
+        if name not in disabled and not isinstance(load(name), Absent):
+            facts = getattr(importlib.import_module(package), "facts", None)
+            caps = caps if facts is None else facts(caps)
+    return caps
 
 
 def cross_compiler(name: str) -> CrossCompiler:

@@ -1,0 +1,56 @@
+"""The portable backend with what TLX adds on NVIDIA's Hopper and later. No Triton here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tbe_core import Capabilities, DeviceConfig, Problem, assist
+from tbe_core.device_files import find
+from tbe_triton import TritonBackend
+from tbe_triton.configs import config_for
+
+from . import features, providers
+
+PACKAGED = Path(__file__).parent / "configs_data"
+
+
+class TlxBackend(TritonBackend):
+    """``tbe_triton``'s kernels, its update with a gpu fence, launch control and store-reduce where they exist."""
+
+    name = "tlx"
+
+    def unavailable(self, caps: Capabilities) -> str | None:
+        reason = providers.out_of_question(caps)
+        if reason is not None:
+            return reason
+        if caps.tlx_provider is None:
+            return (
+                "no provider of TLX is installed: pip install 'portable-tbe[tlx]' (triton-utlx, beside Triton), "
+                "or fbtriton in Triton's place"
+            )
+        reason = providers.misfit(caps.tlx_provider, caps.triton_version)
+        if reason is not None:
+            return reason
+        if assist.GPU_FENCE not in caps.tlx_features:
+            return missing_feature(assist.GPU_FENCE, caps)
+        return super().unavailable(caps)
+
+    def preference(self, caps: Capabilities) -> int:
+        """On request only, until a device shows where it is faster than the portable kernels."""
+        return -1
+
+    def configure(self, problem: Problem, caps: Capabilities) -> tuple[DeviceConfig, tuple[str, ...]]:
+        found = find(self.name, caps, PACKAGED) if PACKAGED.is_dir() or caps.config_dir else None
+        config = found or config_for(caps)
+        config = replace(config, fused_programs=assist.fused_programs(caps, config))
+        _, portable = super().configure(problem, caps)
+        told = [f"TLX: {caps.tlx_provider}", *assist.notes(caps, config, problem.deterministic)]
+        told += [missing_feature(name, caps) for name in assist.FEATURES if name not in caps.tlx_features]
+        return config, (*portable, *told)
+
+
+def missing_feature(name: str, caps: Capabilities) -> str:
+    """A feature that the provider does not have on the device, by the instruction that was looked for."""
+    wanted = " and ".join(features.INSTRUCTIONS[name])
+    return f"{caps.tlx_provider} compiles no {wanted} for {caps.arch} ({name.replace('_', ' ')})"
