@@ -1,8 +1,8 @@
 """What a device does for the update beyond portable kernels: a pure rule over features, sizes and thresholds.
 
-A feature is a name in ``Capabilities.tlx_features``, there only where it was proven for that architecture. Nothing
-here asks for a vendor or an architecture, and nothing that decides is a number of this file: thresholds are fields
-of ``DeviceConfig``.
+A feature is a name in ``Capabilities.tlx_features``, there only where it was proven for that architecture.
+Nothing here asks for a vendor or an architecture, and nothing that decides is a number of this file: thresholds
+are fields of ``DeviceConfig``.
 """
 
 from __future__ import annotations
