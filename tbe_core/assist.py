@@ -30,10 +30,9 @@ FEATURES = (GPU_FENCE, CLC, STORE_REDUCE, MBARRIER, ASYNC_LOAD)
 class Work(enum.Enum):
     """How programs of the update come to their stretches."""
 
-    ONE = "one"
-    """Each owns one."""
     STATIC = "static"
-    """A fixed number of programs take stretches in turn, each as many as any other, or one fewer."""
+    """The programs that fit, at most one a stretch, take stretches in turn: each as many as any other, or one
+    fewer."""
     STOLEN = "stolen"
     """One program a stretch is launched; a running one takes the places of those that have not started."""
 
@@ -73,12 +72,11 @@ def assist(
     programs = chosen.programs
     fused = chosen.long_runs is Tier.FUSED and programs <= fused_programs(caps, config)
     long_runs = Tier.FUSED if fused else Tier.SPLIT
-    work = Work.ONE
-    most = max(caps.processors * config.persistent_warps // warps, 1)
+    work = Work.STATIC
     if may_steal(caps, config) and programs >= config.steal_stretches * caps.processors:
         work = Work.STOLEN
-    elif config.persistent_warps and programs > most:
-        work, programs = Work.STATIC, balanced(programs, most)
+    elif config.persistent_warps:
+        programs = balanced(programs, max(caps.processors * config.persistent_warps // warps, 1))
     reduces = not fused and may_reduce(caps, config, deterministic) and chosen.programs >= config.reduce_programs
     return Assist(work, programs, long_runs, reduces)
 
@@ -89,7 +87,7 @@ def balanced(stretches: int, most: int) -> int:
     Fewer programs than ``most`` where those would not all have the same number of turns: the last turn is then
     taken by nearly all, not by a few while the others idle.
     """
-    turns = -(-stretches // most)
+    turns = max(-(-stretches // most), 1)
     return -(-stretches // turns)
 
 

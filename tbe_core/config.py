@@ -45,7 +45,7 @@ class DeviceConfig:
     steal_stretches: int = 4
     """Where a running program can take the place of one that has not started: it does from so many stretches a
     processor; 0: never."""
-    reduce_programs: int = 256
+    reduce_programs: int = 64
     """Where the memory itself can add up the partials of long runs, and results need not repeat bit for bit: it
     does from so many update programs; 0: never."""
     rank_sort_lookups: int = 16384

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tbe_core import Capabilities, DeviceConfig, Problem, assist
+import torch
+
+from tbe_core import Capabilities, DeviceConfig, Lookup, Problem, Training, assist
 from tbe_core.device_files import find
 from tbe_triton import TritonBackend
+from tbe_triton.carry import Carry
 from tbe_triton.configs import config_for
+from tbe_triton.tables import DeviceTables
 
 from . import features, providers
 
@@ -48,6 +52,14 @@ class TlxBackend(TritonBackend):
         told = [f"TLX: {caps.tlx_provider}", *assist.notes(caps, config, problem.deterministic)]
         told += [missing_feature(name, caps) for name in assist.FEATURES if name not in caps.tlx_features]
         return config, (*portable, *told)
+
+    def _update(
+        self, lookup: Lookup, tables: DeviceTables, grad: torch.Tensor, training: Training, carry: Carry
+    ) -> None:
+        providers.load()
+        from .update import TlxUpdate
+
+        TlxUpdate(lookup, tables, grad, training, carry).launch()
 
 
 def missing_feature(name: str, caps: Capabilities) -> str:

@@ -21,7 +21,7 @@ from tbe_core import (
 from tbe_core.tuning import Knob
 
 from . import configs, sort
-from .carry import CarryLayout
+from .carry import Carry, CarryLayout
 from .shapes import MAX_DIM
 from .tables import DeviceTables, device_tables
 
@@ -124,7 +124,6 @@ class TritonBackend:
         self, lookup: Lookup, grad: torch.Tensor, training: Training, carry: torch.Tensor
     ) -> None:
         from .dense import update_dense
-        from .update import update
 
         n, plan = lookup.indices.numel(), lookup.plan
         if not n:
@@ -137,7 +136,14 @@ class TritonBackend:
                     return
             weighted = lookup.per_sample_weights is not None
             kept = CarryLayout.of(lookup.spec, plan.config, n, lookup.batch, weighted).view(carry)
-            update(lookup, tables, grad, training, kept)
+            self._update(lookup, tables, grad, training, kept)
+
+    def _update(
+        self, lookup: Lookup, tables: DeviceTables, grad: torch.Tensor, training: Training, carry: Carry
+    ) -> None:
+        from .update import Update
+
+        Update(lookup, tables, grad, training, carry).launch()
 
     def per_sample_weight_grad(self, lookup: Lookup, grad: torch.Tensor) -> torch.Tensor:
         from . import launch

@@ -14,6 +14,9 @@ import torch
 
 INT32_MAX = 2**31 - 1
 
+AS_THEY_ARE: set[type] = {int}
+"""Types of arguments that a compiled kernel takes as they are, not by their address."""
+
 _variants: dict[tuple[Any, ...], Any] = {}
 
 Record = Callable[[Any, tuple[Any, ...], int, dict[str, Any]], None]
@@ -98,5 +101,5 @@ def run(
     compiled, tail = found
     if stream is None:
         stream = current_stream()
-    addresses = [a if a.__class__ is int else a.data_ptr() for a in args]
+    addresses = [a if a.__class__ in AS_THEY_ARE else a.data_ptr() for a in args]
     compiled[(grid[0], 1, 1) if len(grid) == 1 else (grid[0], grid[1], 1)](*addresses, *tail, stream=stream)
