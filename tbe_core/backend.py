@@ -45,6 +45,14 @@ class Training:
     """Optimizer states in the order of ``Optimizer.STATE``: ``[total_rows]`` or ``[total_elements]``, fp32."""
     hyper: torch.Tensor
     """fp32 ``[len(HYPER)]`` on the tables' device, in the order of ``Optimizer.HYPER``."""
+    counter: torch.Tensor | None = None
+    """int64 ``[2]``: the steps so far, the one under way included; the seed of stochastic rounding. None where
+    ``Spec.counts_steps`` is false."""
+
+    def advance(self) -> None:
+        """Count a step: called once before each ``backward_update``."""
+        if self.counter is not None:
+            self.counter.select(0, 0).add_(1)
 
 
 @runtime_checkable

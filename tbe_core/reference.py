@@ -87,8 +87,12 @@ class Reference:
         offsets: torch.Tensor,
         weights: torch.Tensor | None,
         hyper_values: list[float],
+        step: int = 1,
     ) -> list[list[int]]:
-        """One step of every touched row; returns the touched rows of each table, ascending."""
+        """One step of every touched row, the operator's ``step``-th; returns each table's touched rows, ascending.
+
+        Nothing is rounded: a table's dtype and its rounding are not the reference's business.
+        """
         layout, optimizer = self.spec.layout, self.spec.optimizer
         indices, offsets, grad = indices.cpu(), offsets.cpu(), grad.detach().cpu().double()
         weights = None if weights is None else weights.detach().cpu().double()
@@ -102,7 +106,8 @@ class Reference:
                 g = self._bag_grad(grad, feature, bag, n) * scale
                 row = int(indices[n])
                 sums[table][row] = sums[table][row] + g if row in sums[table] else g
-        hyper = Hyper(tuple(torch.tensor(v, dtype=torch.float64) for v in hyper_values), optimizer.HYPER)
+        values = tuple(torch.tensor(v, dtype=torch.float64) for v in hyper_values)
+        hyper = Hyper(values, optimizer.HYPER, torch.tensor(step))
         for table, by_row in enumerate(sums):
             for row, g in by_row.items():
                 state = {k: v[row : row + 1] for k, v in self.states[table].items()}

@@ -25,6 +25,7 @@ class Spec:
     output_dtype: torch.dtype = torch.float32
     bounds_check: BoundsCheck = "warn"
     deterministic: bool = True
+    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.optimizer, Optimizer):
@@ -35,6 +36,11 @@ class Spec:
         for name, dtypes in (("weights_dtype", WEIGHT_DTYPES), ("output_dtype", OUTPUT_DTYPES)):
             if getattr(self, name) not in dtypes:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {names(dtypes)}")
+        if self.stochastic_rounding and self.weights_dtype == torch.float32:
+            raise ValueError(
+                "stochastic_rounding=True with weights_dtype float32: expected float16 or bfloat16, or "
+                "stochastic_rounding=False; fp32 tables are never rounded"
+            )
         if self.pooling == "none" and len(self.layout.dims) > 1:
             raise ValueError(
                 f"pooling='none' with dims {list(self.layout.dims)}: expected one dim for all features"
@@ -48,8 +54,13 @@ class Spec:
     def handle(self) -> int:
         """A 62-bit number that names this description, the same in every process."""
         text = repr((self.layout, self.optimizer, self.pooling, self.weights_dtype, self.output_dtype,
-                     self.bounds_check, self.deterministic))  # fmt: skip
+                     self.bounds_check, self.deterministic, self.stochastic_rounding))  # fmt: skip
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether a step depends on how many came before."""
+        return self.optimizer.COUNTS_STEPS or self.stochastic_rounding
 
     @cached_property
     def output_width(self) -> int:
@@ -76,4 +87,5 @@ class Spec:
             optimizer=self.optimizer.NAME,
             optimizer_flags=tuple(self.optimizer.flags.items()),
             deterministic=self.deterministic,
+            stochastic_rounding=self.stochastic_rounding,
         )

@@ -54,6 +54,7 @@ class Problem:
     optimizer: str
     optimizer_flags: tuple[tuple[str, str | bool], ...]
     deterministic: bool
+    stochastic_rounding: bool = False
 
     @property
     def max_dim(self) -> int:
@@ -65,6 +66,7 @@ class Problem:
             f"{self.pooling} D={dims} {short_name(self.weights_dtype)}->{short_name(self.output_dtype)} "
             f"ids {short_name(self.index_dtype)}/{short_name(self.offset_dtype)}"
             f"{' weighted' if self.weighted else ''} {self.optimizer}"
+            f"{' stochastic rounding' if self.stochastic_rounding else ''}"
             f"{'' if self.deterministic else ' non-deterministic'}"
         )
 

@@ -6,9 +6,11 @@ import torch
 
 from tbe_core import BAD_LOOKUPS, BAD_OFFSETS, Capabilities, DeviceConfig, Lookup, Problem, Spec, Training
 from tbe_core.optimizers import REGISTRY, Hyper
+from tbe_core.rounding import random_words, round_stochastically
 
 from .jagged import GroupLookup, bad_ids, group_lookups, sum_segments
 
+NO_COUNTER = torch.zeros(2, dtype=torch.int64).unbind()
 CHUNK_ELEMENTS = 1 << 24
 """Elements of gathered rows held at once: 64 MiB in fp32, whatever the batch."""
 
@@ -64,7 +66,8 @@ class CpuBackend:
         self, lookup: Lookup, grad: torch.Tensor, training: Training, carry: torch.Tensor
     ) -> None:
         optimizer = lookup.spec.optimizer
-        hyper = Hyper(tuple(training.hyper.unbind()), optimizer.HYPER)
+        step, seed = NO_COUNTER if training.counter is None else training.counter.unbind()
+        hyper = Hyper(tuple(training.hyper.unbind()), optimizer.HYPER, step)
         for part in group_lookups(lookup):
             keys, order = part.rows.sort(stable=True)
             touched, lengths = keys.unique_consecutive(return_counts=True)
@@ -81,7 +84,11 @@ class CpuBackend:
             }
             state = {name: view[touched] for name, view in views.items()}
             stepped = optimizer.step_rows(table[touched].float(), sums, state, hyper)
-            table[touched] = stepped.to(table.dtype)
+            if lookup.spec.stochastic_rounding:
+                words = random_words(seed, step, touched + part.group.row_base, part.dim)
+                table[touched] = round_stochastically(stepped, table.dtype, words)
+            else:
+                table[touched] = stepped.to(table.dtype)
             for name, view in views.items():
                 view[touched] = state[name]
 

@@ -77,5 +77,5 @@ class TlxUpdate(Update):
             BLOCK_D=self.cut.widest,
             num_warps=min(max(self.cut.widest // 256, 1), 8),
             variant=self.variant,
-            **self.constants,
+            STEP=self.step,
         )

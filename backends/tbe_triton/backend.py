@@ -29,7 +29,16 @@ if TYPE_CHECKING:
     from .ahead import SortAhead
 
 MIN_TRITON = Version("3.6")
-OPTIMIZERS = ("sgd", "rowwise_adagrad")
+OPTIMIZERS = (
+    "sgd",
+    "adagrad",
+    "rowwise_adagrad",
+    "adam",
+    "partial_rowwise_adam",
+    "lamb",
+    "partial_rowwise_lamb",
+    "lars",
+)
 """Optimizers with a device function in kernels/row_updates.py."""
 
 

@@ -9,7 +9,7 @@ from tbe_core import Lookup, Training
 from .kernels.dense import tbe_dense_step_kernel, tbe_dense_sums_kernel
 from .launch import variant_of
 from .launcher import Part, run
-from .shapes import optimizer_constants
+from .shapes import step_constant, step_tensors
 from .tables import DenseTables, DeviceTables
 
 BLOCK_COLUMNS = 128
@@ -66,9 +66,7 @@ def update_dense(
     run(
         tbe_dense_step_kernel,
         (dense.row_list.shape[0],),
-        lookup.weights,
-        training.states[0] if training.states else training.hyper,
-        training.hyper,
+        *step_tensors(lookup, training),
         partials,
         touched,
         dense.row_list,
@@ -79,5 +77,5 @@ def update_dense(
         PIECES=max(PIECES * 128 // max(width, 128), 1),
         num_warps=4,
         variant=variant,
-        **optimizer_constants(lookup.spec.optimizer),
+        STEP=step_constant(lookup.spec),
     )

@@ -6,10 +6,14 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tbe_core import DeviceConfig, Layout, Optimizer, Spec
+import torch
+
+from tbe_core import DeviceConfig, Layout, Lookup, Spec, Training
 
 from .launcher import INT32_MAX
 
+MOST_STATES = 2
+"""State tensors of an optimizer that a kernel takes."""
 MAX_DIM = 8192
 """Widest row that one update program holds."""
 
@@ -23,13 +27,24 @@ def alignment(*values: int) -> int:
     return math.gcd(16, *values)
 
 
-def optimizer_constants(optimizer: Optimizer) -> dict[str, str | bool]:
-    """The optimizer as a kernel's constants."""
-    return {
-        "OPTIMIZER": optimizer.NAME,
-        "DECAY_MODE": str(optimizer.flags.get("weight_decay_mode", "none")),
-        "LIMITS_NORM": bool(optimizer.flags.get("limits_norm", False)),
-    }
+def step_constant(spec: Spec) -> tuple[str | bool, ...]:
+    """The step of a row as a kernel's constant ``STEP``; kernels/row_updates.py names its places."""
+    optimizer = spec.optimizer
+    kinds = [state.kind for state in optimizer.STATE] + ["none"] * (MOST_STATES - len(optimizer.STATE))
+    return (
+        optimizer.NAME,
+        *kinds,
+        str(optimizer.flags.get("weight_decay_mode", "none")),
+        bool(optimizer.flags.get("limits_norm", False)),
+        spec.stochastic_rounding,
+    )
+
+
+def step_tensors(lookup: Lookup, training: Training) -> tuple[torch.Tensor, ...]:
+    """What a row's step reads and writes: weights, two states, hyper, counter; hyper stands where there is none."""
+    spare = [training.hyper] * (MOST_STATES - len(training.states))
+    counter = training.hyper if training.counter is None else training.counter
+    return (lookup.weights, *training.states, *spare, training.hyper, counter)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from .carry import Carry, has_factors
 from .kernels.update import tbe_combine_kernel, tbe_group_bounds_kernel, tbe_update_kernel
 from .launch import variant_of
 from .launcher import Part, run
-from .shapes import UpdateShape, alignment, optimizer_constants
+from .shapes import UpdateShape, alignment, step_constant, step_tensors
 from .streams import NARROW, side_for_narrow
 from .tables import DeviceTables
 
@@ -47,8 +47,7 @@ class Update:
         self.space = Workspace(self.slots, partials, self.groups, grad.device)
         of_grad = (grad.dtype, grad.data_ptr() % 16 == 0)
         self.variant = (*variant_of(lookup, tables), *of_grad, carry.values.dtype, self.cut.number)
-        self.rows = (lookup.weights, training.states[0] if training.states else training.hyper, training.hyper)
-        self.constants = optimizer_constants(lookup.spec.optimizer)
+        self.rows, self.step = step_tensors(lookup, training), step_constant(lookup.spec)
 
     def launch(self) -> None:
         """Everything, on the current stream."""
@@ -129,7 +128,7 @@ class Update:
             num_warps=shape.warps,
             stream=stream,
             variant=(*self.variant, shape.block, *constants.values()),
-            **self.constants,
+            STEP=self.step,
         )
 
     def combine(self) -> None:
@@ -149,5 +148,5 @@ class Update:
             PIECES=max(COMBINE_ELEMENTS // cut.widest, 1),
             num_warps=8,
             variant=self.variant,
-            **self.constants,
+            STEP=self.step,
         )

@@ -1,6 +1,17 @@
 """Portable table-batched embeddings: lookup, pooling and a fused exact optimizer behind one contract."""
 
-from tbe_core import SGD, BackendError, Capabilities, Optimizer, Plan, RowwiseAdagrad, Table
+from tbe_core import BackendError, Capabilities, Plan, Table
+from tbe_core.optimizers import (
+    LAMB,
+    LARS,
+    SGD,
+    Adagrad,
+    Adam,
+    Optimizer,
+    PartialRowwiseAdam,
+    PartialRowwiseLAMB,
+    RowwiseAdagrad,
+)
 
 from .bounds import BadLookupWarning
 from .module import TableBatchedEmbeddingBags, plan
@@ -10,12 +21,18 @@ from .probe import capabilities
 __version__ = "0.1.0"
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "SGD",
+    "Adagrad",
+    "Adam",
     "BackendError",
     "BackendStatus",
     "BadLookupWarning",
     "Capabilities",
     "Optimizer",
+    "PartialRowwiseAdam",
+    "PartialRowwiseLAMB",
     "Plan",
     "RowwiseAdagrad",
     "Table",

@@ -58,6 +58,7 @@ class TrainingLookup(torch.autograd.Function):
         per_sample_weights, weight_grad = ctx.saved_tensors[2], None
         if per_sample_weights is not None and ctx.needs_input_grad[1]:
             weight_grad = call.backend.per_sample_weight_grad(call.lookup, grad).to(per_sample_weights.dtype)
+        call.training.advance()
         call.backend.backward_update(call.lookup, grad, call.training, ctx.carry)
         ctx.call = ctx.carry = None
         return None, weight_grad, None

@@ -38,6 +38,9 @@ class TableBatchedEmbeddingBags(nn.Module):
         backend: a backend's name; refused with reasons where it cannot serve. Default: the best that can.
         device: where the tables live.
         deterministic: bitwise repeatable on one device. False allows an unfixed order of additions.
+        stochastic_rounding: float16 and bfloat16 tables only: a stepped row is rounded to one of its two
+            neighbours at random, so that small steps are not lost on average. Without: to nearest.
+        rounding_seed: of its random numbers, which depend on seed, step, row and column alone.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and what was expected.
@@ -59,12 +62,21 @@ class TableBatchedEmbeddingBags(nn.Module):
         backend: str | None = None,
         device: torch.device | str | None = None,
         deterministic: bool = True,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
     ) -> None:
         super().__init__()
         layout = Layout.make(tables, feature_table_map)
         self.spec = Spec(
-            layout, optimizer, pooling, weights_dtype, output_dtype, bounds_check, bool(deterministic)
-        )
+            layout, optimizer, pooling, weights_dtype, output_dtype, bounds_check, bool(deterministic),
+            bool(stochastic_rounding),
+        )  # fmt: skip
+        if (
+            isinstance(rounding_seed, bool)
+            or not isinstance(rounding_seed, int)
+            or not 0 <= rounding_seed < 2**63
+        ):
+            raise ValueError(f"rounding_seed={rounding_seed!r}: expected an integer in [0, 2**63)")
         self.requested_backend = backend
         where = torch.device(torch.get_default_device() if device is None else device)
         if where.type == "cuda" and where.index is None:
@@ -82,6 +94,9 @@ class TableBatchedEmbeddingBags(nn.Module):
         self.hyper: torch.Tensor
         hyper = torch.tensor(optimizer.hyper_values(), dtype=STATE_DTYPE, device=where)
         self.register_buffer("hyper", hyper)
+        self.counter: torch.Tensor | None
+        counter = torch.tensor([0, rounding_seed], device=where) if self.spec.counts_steps else None
+        self.register_buffer("counter", counter)
         self.bad: torch.Tensor
         self.register_buffer("bad", torch.zeros(2, dtype=torch.int64, device=where), persistent=False)
 
@@ -124,7 +139,7 @@ class TableBatchedEmbeddingBags(nn.Module):
                 return self._eager(indices, offsets, per_sample_weights, asked, training)
         self._check(indices, offsets, asked)
         out: torch.Tensor = torch.ops.tbe.lookup(
-            self.weights, self.states, self.hyper, self.hook, indices, offsets, per_sample_weights,
+            self.weights, self.states, self.hyper, self.counter, self.hook, indices, offsets, per_sample_weights,
             self._handle, asked, training,
         )[0]  # fmt: skip
         return out
@@ -146,7 +161,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         lookup = Lookup(self.spec, plan, weights, indices, offsets, per_sample_weights)
         if not training:
             return backend.forward(lookup, False)[0]
-        call = Call(backend, lookup, Training(tuple(self.states), self.hyper))
+        call = Call(backend, lookup, Training(tuple(self.states), self.hyper, self.counter))
         apply: Any = TrainingLookup.apply
         out: torch.Tensor = apply(self.hook, per_sample_weights, call)
         return out
@@ -200,8 +215,11 @@ class TableBatchedEmbeddingBags(nn.Module):
         return [flat[b : b + t.rows] for t, b in zip(layout.tables, layout.row_bases, strict=True)]
 
     def _named_views(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds: ``<table>.weight``, ``<table>.<state>`` and ``hyper``."""
+        """What a checkpoint holds: ``<table>.weight``, ``<table>.<state>``, ``hyper``, and where steps are counted
+        ``step`` and ``rounding_seed``."""
         views = {"hyper": self.hyper}
+        if self.counter is not None:
+            views |= {"step": self.counter[0], "rounding_seed": self.counter[1]}
         weights, states = self.split_embedding_weights(), self.split_optimizer_states()
         for table, weight, state in zip(self.spec.layout.tables, weights, states, strict=True):
             views[f"{table.name}.weight"] = weight

@@ -19,12 +19,12 @@ from .eager import SECOND_BACKWARD
 
 _library = torch.library.Library("tbe", "DEF")
 _library.define(
-    "lookup(Tensor weights, Tensor[] states, Tensor hyper, Tensor hook, Tensor indices, Tensor offsets, "
-    "Tensor? per_sample_weights, int spec, str backend, bool training) -> (Tensor, Tensor)"
+    "lookup(Tensor weights, Tensor[] states, Tensor hyper, Tensor? counter, Tensor hook, Tensor indices, "
+    "Tensor offsets, Tensor? per_sample_weights, int spec, str backend, bool training) -> (Tensor, Tensor)"
 )
 _library.define(
-    "backward_update(Tensor grad, Tensor(a!) weights, Tensor(b!)[] states, Tensor hyper, Tensor indices, "
-    "Tensor offsets, Tensor? per_sample_weights, Tensor carry, int spec, str backend) -> ()"
+    "backward_update(Tensor grad, Tensor(a!) weights, Tensor(b!)[] states, Tensor hyper, Tensor(c!)? counter, "
+    "Tensor indices, Tensor offsets, Tensor? per_sample_weights, Tensor carry, int spec, str backend) -> ()"
 )
 _library.define(
     "per_sample_weight_grad(Tensor grad, Tensor weights, Tensor indices, Tensor offsets, "
@@ -62,6 +62,7 @@ def _lookup(
     weights: torch.Tensor,
     states: list[torch.Tensor],
     hyper: torch.Tensor,
+    counter: torch.Tensor | None,
     hook: torch.Tensor,
     indices: torch.Tensor,
     offsets: torch.Tensor,
@@ -79,6 +80,7 @@ def _lookup_fake(
     weights: torch.Tensor,
     states: list[torch.Tensor],
     hyper: torch.Tensor,
+    counter: torch.Tensor | None,
     hook: torch.Tensor,
     indices: torch.Tensor,
     offsets: torch.Tensor,
@@ -106,6 +108,7 @@ def _backward_update(
     weights: torch.Tensor,
     states: list[torch.Tensor],
     hyper: torch.Tensor,
+    counter: torch.Tensor | None,
     indices: torch.Tensor,
     offsets: torch.Tensor,
     per_sample_weights: torch.Tensor | None,
@@ -116,7 +119,9 @@ def _backward_update(
     # .data: a row step is no autograd event, and a module that is called twice before its backward must
     # not find its own saved tables "modified in place".
     chosen, lookup = _lookup_of(weights.data, indices, offsets, per_sample_weights, spec, backend)
-    chosen.backward_update(lookup, grad, Training(tuple(s.data for s in states), hyper), carry)
+    training = Training(tuple(s.data for s in states), hyper, None if counter is None else counter.data)
+    training.advance()
+    chosen.backward_update(lookup, grad, training, carry)
 
 
 def _per_sample_weight_grad(
@@ -152,25 +157,25 @@ def _check(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    weights, states, hyper, _, indices, offsets, per_sample_weights, spec, backend, _ = inputs
-    ctx.save_for_backward(weights, hyper, indices, offsets, per_sample_weights, output[1], *states)
+    weights, states, hyper, counter, _, indices, offsets, per_sample_weights, spec, backend, _ = inputs
+    ctx.save_for_backward(weights, hyper, counter, indices, offsets, per_sample_weights, output[1], *states)
     ctx.spec, ctx.backend, ctx.consumed = spec, backend, False
 
 
 def _backward(ctx: Any, grad: torch.Tensor, _: None) -> tuple[Any, ...]:
     if ctx.consumed:
         raise RuntimeError(SECOND_BACKWARD)
-    weights, hyper, indices, offsets, per_sample_weights, carry, *states = ctx.saved_tensors
+    weights, hyper, counter, indices, offsets, per_sample_weights, carry, *states = ctx.saved_tensors
     weight_grad = None
-    if per_sample_weights is not None and ctx.needs_input_grad[6]:
+    if per_sample_weights is not None and ctx.needs_input_grad[7]:
         weight_grad = torch.ops.tbe.per_sample_weight_grad(
             grad, weights, indices, offsets, per_sample_weights, ctx.spec, ctx.backend
         )
     torch.ops.tbe.backward_update(
-        grad, weights, states, hyper, indices, offsets, per_sample_weights, carry, ctx.spec, ctx.backend
+        grad, weights, states, hyper, counter, indices, offsets, per_sample_weights, carry, ctx.spec, ctx.backend
     )
     ctx.consumed = True
-    return None, [None] * len(states), None, None, None, None, weight_grad, None, None, None
+    return None, [None] * len(states), None, None, None, None, None, weight_grad, None, None, None
 
 
 _library.impl("lookup", _lookup, "CompositeExplicitAutograd")

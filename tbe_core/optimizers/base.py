@@ -29,6 +29,8 @@ class Hyper:
 
     values: tuple[torch.Tensor, ...]
     names: tuple[str, ...]
+    step: torch.Tensor
+    """0-d int64: steps of the operator, this one included. Read only where ``COUNTS_STEPS``."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.values[self.names.index(name)]
@@ -43,6 +45,7 @@ class Optimizer:
 
     A subclass declares ``NAME``, ``STATE``, ``HYPER`` (names of its tensor-valued hyper-parameters, ``lr``
     first) and ``step_rows``. Structural options, which choose code and not values, are listed in ``FLAGS``.
+    ``COUNTS_STEPS``: the step depends on how many came before.
     """
 
     lr: float = 0.01
@@ -51,6 +54,7 @@ class Optimizer:
     STATE: ClassVar[tuple[StateSpec, ...]] = ()
     HYPER: ClassVar[tuple[str, ...]] = ("lr",)
     FLAGS: ClassVar[tuple[str, ...]] = ()
+    COUNTS_STEPS: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -38,8 +38,10 @@ def add_to_sum(sums, slot, acc, BLOCK_D: tl.constexpr):
 @triton.jit(do_not_specialize=["lookups", "programs", "first_group"])
 def tbe_update_tlx_kernel(
     weights_ptr,
-    state_ptr,
+    state1_ptr,
+    state2_ptr,
     hyper_ptr,
+    counter_ptr,
     grad_ptr,
     keys_ptr,
     values_ptr,
@@ -67,9 +69,7 @@ def tbe_update_tlx_kernel(
     GRAD_ALIGN: tl.constexpr,
     WORK: tl.constexpr,
     REDUCES: tl.constexpr,
-    OPTIMIZER: tl.constexpr,
-    DECAY_MODE: tl.constexpr,
-    LIMITS_NORM: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Grid: (programs, groups of this width). WORK is one of ``tbe_core.assist.Work``: a program takes its
     stretches in turn; or, as in the portable kernel, there is a program for every stretch, and one that has
@@ -77,6 +77,7 @@ def tbe_update_tlx_kernel(
     BLOCK_D, a slot each, all zero."""
     REDUCE: tl.constexpr = add_to_sum if REDUCES else None
     TURNS: tl.constexpr = GROUPED or WORK == "static"
+    tensors = (weights_ptr, state1_ptr, state2_ptr, hyper_ptr, counter_ptr)
     x = tl.program_id(0)
     y = tl.program_id(1)
     if WORK == "stolen":
@@ -86,10 +87,10 @@ def tbe_update_tlx_kernel(
         while live:
             clc_request(queue)
             update_share(
-                weights_ptr, state_ptr, hyper_ptr, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
+                tensors, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
                 partials_ptr, sums, groups_ptr, bounds_ptr, lookups, unit, x, first_group + y, programs,
                 D, BLOCK_D, WIDEST, PARTIALS, LEAST_STRETCH, STRETCH, UNROLL, GROUPED, WEIGHTED, FUSED, ALIGN,
-                GRAD_ALIGN, fenced, REDUCE, TURNS, OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+                GRAD_ALIGN, fenced, REDUCE, TURNS, STEP,
             )  # fmt: skip
             response = clc_wait(queue, phase)
             phase = phase ^ 1
@@ -99,18 +100,20 @@ def tbe_update_tlx_kernel(
                 y = clc_place(response, 1)
     else:
         update_share(
-            weights_ptr, state_ptr, hyper_ptr, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
+            tensors, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
             partials_ptr, sums, groups_ptr, bounds_ptr, lookups, unit, x, first_group + y, programs,
             D, BLOCK_D, WIDEST, PARTIALS, LEAST_STRETCH, STRETCH, UNROLL, GROUPED, WEIGHTED, FUSED, ALIGN,
-            GRAD_ALIGN, fenced, REDUCE, TURNS, OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+            GRAD_ALIGN, fenced, REDUCE, TURNS, STEP,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["programs"])
 def tbe_combine_sums_kernel(
     weights_ptr,
-    state_ptr,
+    state1_ptr,
+    state2_ptr,
     hyper_ptr,
+    counter_ptr,
     keys_ptr,
     counters_ptr,
     owners_ptr,
@@ -118,12 +121,11 @@ def tbe_combine_sums_kernel(
     groups_ptr,
     programs,
     BLOCK_D: tl.constexpr,
-    OPTIMIZER: tl.constexpr,
-    DECAY_MODE: tl.constexpr,
-    LIMITS_NORM: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Grid: programs, which take the listed long runs in turn: each has its whole sum in one row of ``sums_ptr``,
     of BLOCK_D elements a slot, and only its row is left to step."""
+    tensors = (weights_ptr, state1_ptr, state2_ptr, hyper_ptr, counter_ptr)
     cols = tl.arange(0, BLOCK_D)
     zero = tl.zeros([], tl.int64)
     for entry in range(tl.program_id(0), tl.load(counters_ptr), programs):
@@ -137,6 +139,4 @@ def tbe_combine_sums_kernel(
         key = tl.load(keys_ptr + after - 1)
         total = tl.load(sums_ptr + slot * BLOCK_D + cols, mask=cols < dim, other=0.0)
         element = element_base + (key.to(tl.int64) - row_base) * dim
-        load_and_step_row(
-            weights_ptr, state_ptr, hyper_ptr, element, key, total, cols, dim, OPTIMIZER, DECAY_MODE, LIMITS_NORM
-        )
+        load_and_step_row(tensors, element, key, total, cols, dim, STEP)

@@ -142,8 +142,10 @@ def tbe_dense_sums_kernel(
 @triton.jit(do_not_specialize=["chunks"])
 def tbe_dense_step_kernel(
     weights_ptr,
-    state_ptr,
+    state1_ptr,
+    state2_ptr,
     hyper_ptr,
+    counter_ptr,
     partials_ptr,
     touched_ptr,
     rows_ptr,
@@ -152,9 +154,7 @@ def tbe_dense_step_kernel(
     BLOCK_D: tl.constexpr,
     WIDTH: tl.constexpr,
     PIECES: tl.constexpr,
-    OPTIMIZER: tl.constexpr,
-    DECAY_MODE: tl.constexpr,
-    LIMITS_NORM: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Grid: rows of the small tables. Sums a row's partials in order and steps it, if it was looked up.
     ``rows_ptr`` is int64 ``[rows, 6]``: row in its table, row among all, first element, dim, first feature of
@@ -180,6 +180,5 @@ def tbe_dense_step_kernel(
         )
         total += tl.sum(tile, axis=0)
     if tl.sum(seen, axis=0) > 0:
-        load_and_step_row(
-            weights_ptr, state_ptr, hyper_ptr, element, key, total, cols, dim, OPTIMIZER, DECAY_MODE, LIMITS_NORM
-        )
+        tensors = (weights_ptr, state1_ptr, state2_ptr, hyper_ptr, counter_ptr)
+        load_and_step_row(tensors, element, key, total, cols, dim, STEP)

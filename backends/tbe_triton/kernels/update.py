@@ -12,7 +12,7 @@ sort last.
 import triton
 import triton.language as tl
 
-from .row_updates import load_and_step_row, step_row
+from .row_updates import STATE1, STATE2, load_and_step_row, load_state, step_row
 
 
 @triton.jit(do_not_specialize=["lookups", "groups"])
@@ -85,9 +85,7 @@ def unordered():
 
 @triton.jit
 def arrive(
-    weights_ptr,
-    state_ptr,
-    hyper_ptr,
+    tensors,
     counters_ptr,
     partials_ptr,
     keys_ptr,
@@ -100,9 +98,7 @@ def arrive(
     dim,
     BLOCK_D: tl.constexpr,
     ORDER: tl.constexpr,
-    OPTIMIZER: tl.constexpr,
-    DECAY_MODE: tl.constexpr,
-    LIMITS_NORM: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """The fused tier: count this program in; the last sums every partial in order and steps the row. The
     barrier puts all lanes' partial before the count (scalar atomics run on one lane). ``slot`` and ``stretch``
@@ -119,16 +115,12 @@ def arrive(
         for piece in range(1, pieces):
             at = ((stretch + piece) * 2).to(tl.int64) * BLOCK_D
             total += tl.load(partials_ptr + at + cols, mask=mask, other=0.0)
-        load_and_step_row(
-            weights_ptr, state_ptr, hyper_ptr, element, key, total, cols, dim, OPTIMIZER, DECAY_MODE, LIMITS_NORM
-        )
+        load_and_step_row(tensors, element, key, total, cols, dim, STEP)
 
 
 @triton.jit
 def update_stretch(
-    weights_ptr,
-    state_ptr,
-    hyper_ptr,
+    tensors,
     grad_ptr,
     keys_ptr,
     values_ptr,
@@ -157,9 +149,7 @@ def update_stretch(
     GRAD_ALIGN: tl.constexpr,
     ORDER: tl.constexpr,
     REDUCE: tl.constexpr,
-    OPTIMIZER: tl.constexpr,
-    DECAY_MODE: tl.constexpr,
-    LIMITS_NORM: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Walk one stretch lookup by lookup: UNROLL gradient rows, and where a run ends its row and state, are in
     flight before the first is added; a uniform branch steps the row at a run's end.
@@ -202,7 +192,8 @@ def update_stretch(
             keys = ()
             rows = ()
             weights = ()
-            moments = ()
+            states1 = ()
+            states2 = ()
             run_ends = ()
             elements = ()
             for j in tl.static_range(UNROLL):
@@ -223,16 +214,14 @@ def update_stretch(
                 steps = run_end & (not (head_long & (key == first)))
                 element = tl.multiple_of(element_base + (key.to(tl.int64) - row_base) * dim, ALIGN)
                 if D == BLOCK_D:
-                    w = tl.load(weights_ptr + element + cols, mask=steps, other=0.0)
+                    w = tl.load(tensors[0] + element + cols, mask=steps, other=0.0)
                 else:
-                    w = tl.load(weights_ptr + element + cols, mask=steps & mask, other=0.0)
-                moment = 0.0
-                if OPTIMIZER != "sgd":
-                    moment = tl.load(state_ptr + key, mask=steps, other=0.0)
+                    w = tl.load(tensors[0] + element + cols, mask=steps & mask, other=0.0)
+                states1 = states1 + (load_state(tensors[1], key, element, cols, mask, steps, STEP[STATE1]),)
+                states2 = states2 + (load_state(tensors[2], key, element, cols, mask, steps, STEP[STATE2]),)
                 keys = keys + (key,)
                 rows = rows + (row,)
                 weights = weights + (w,)
-                moments = moments + (moment,)
                 run_ends = run_ends + (run_end,)
                 elements = elements + (element,)
             for j in tl.static_range(UNROLL):
@@ -245,9 +234,8 @@ def update_stretch(
                             REDUCE(sums, slot - (stretch - start), acc, BLOCK_D)
                     else:
                         step_row(
-                            weights_ptr, state_ptr, hyper_ptr, elements[j], keys[j],
-                            weights[j].to(tl.float32), moments[j], acc, cols, dim,
-                            OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+                            tensors, elements[j], keys[j], weights[j].to(tl.float32), states1[j], states2[j],
+                            acc, cols, dim, STEP,
                         )  # fmt: skip
                     acc = tl.zeros([BLOCK_D], tl.float32)
         if REDUCE is None:
@@ -264,17 +252,15 @@ def update_stretch(
                 pieces = run_pieces(keys_ptr, first, low + (start + 1) * STRETCH, high, STRETCH)
                 element = element_base + (first.to(tl.int64) - row_base) * dim
                 arrive(
-                    weights_ptr, state_ptr, hyper_ptr, counters_ptr, partials_ptr, keys_ptr, first,
-                    slot - (stretch - start), start, pieces, element, cols, dim, BLOCK_D, ORDER,
-                    OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+                    tensors, counters_ptr, partials_ptr, keys_ptr, first,
+                    slot - (stretch - start), start, pieces, element, cols, dim, BLOCK_D, ORDER, STEP,
                 )  # fmt: skip
             if tail_long:
                 pieces = run_pieces(keys_ptr, last, end, high, STRETCH)
                 element = element_base + (last.to(tl.int64) - row_base) * dim
                 arrive(
-                    weights_ptr, state_ptr, hyper_ptr, counters_ptr, partials_ptr, keys_ptr, last,
-                    slot, stretch, pieces, element, cols, dim, BLOCK_D, ORDER,
-                    OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+                    tensors, counters_ptr, partials_ptr, keys_ptr, last,
+                    slot, stretch, pieces, element, cols, dim, BLOCK_D, ORDER, STEP,
                 )  # fmt: skip
         else:
             if tail_long:
@@ -292,9 +278,7 @@ def update_stretch(
 
 @triton.jit
 def update_share(
-    weights_ptr,
-    state_ptr,
-    hyper_ptr,
+    tensors,
     grad_ptr,
     keys_ptr,
     values_ptr,
@@ -324,9 +308,7 @@ def update_share(
     ORDER: tl.constexpr,
     REDUCE: tl.constexpr,
     TURNS: tl.constexpr,
-    OPTIMIZER: tl.constexpr,
-    DECAY_MODE: tl.constexpr,
-    LIMITS_NORM: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """The share of program ``pid`` in a group: one stretch or, with TURNS, every ``programs``-th one."""
     meta = groups_ptr + group * 6
@@ -350,27 +332,27 @@ def update_share(
         for turn in range(pid, (high - low + STRETCH - 1) // STRETCH, programs):
             stretch = pid - pid + turn
             update_stretch(
-                weights_ptr, state_ptr, hyper_ptr, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
+                tensors, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
                 partials_ptr, partials_at, sums, stretch, low, high, first_slot + stretch,
                 row_base, limit, element_base, dim, unit, group,
-                D, BLOCK_D, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN, ORDER, REDUCE,
-                OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+                D, BLOCK_D, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN, ORDER, REDUCE, STEP,
             )  # fmt: skip
     else:
         update_stretch(
-            weights_ptr, state_ptr, hyper_ptr, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
+            tensors, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
             partials_ptr, partials_at, sums, pid, low, high, first_slot + pid,
             row_base, limit, element_base, dim, unit, group,
-            D, BLOCK_D, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN, ORDER, REDUCE,
-            OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+            D, BLOCK_D, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN, ORDER, REDUCE, STEP,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["lookups", "programs", "first_group"])
 def tbe_update_kernel(
     weights_ptr,
-    state_ptr,
+    state1_ptr,
+    state2_ptr,
     hyper_ptr,
+    counter_ptr,
     grad_ptr,
     keys_ptr,
     values_ptr,
@@ -395,27 +377,28 @@ def tbe_update_kernel(
     FUSED: tl.constexpr,
     ALIGN: tl.constexpr,
     GRAD_ALIGN: tl.constexpr,
-    OPTIMIZER: tl.constexpr,
-    DECAY_MODE: tl.constexpr,
-    LIMITS_NORM: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Grid: (programs, groups of this width). One stretch a program; with several groups, whose shares the
     host does not know, every group has the same programs, which take its stretches in turn. A group's partials
     start at PARTIALS elements a lookup before it, which no group exceeds, plus two of the WIDEST a group."""
+    tensors = (weights_ptr, state1_ptr, state2_ptr, hyper_ptr, counter_ptr)
     update_share(
-        weights_ptr, state_ptr, hyper_ptr, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
+        tensors, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
         partials_ptr, partials_ptr, groups_ptr, bounds_ptr, lookups, unit,
         tl.program_id(0), first_group + tl.program_id(1), programs,
         D, BLOCK_D, WIDEST, PARTIALS, LEAST_STRETCH, STRETCH, UNROLL, GROUPED, WEIGHTED, FUSED, ALIGN,
-        GRAD_ALIGN, unordered, None, GROUPED, OPTIMIZER, DECAY_MODE, LIMITS_NORM,
+        GRAD_ALIGN, unordered, None, GROUPED, STEP,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["programs"])
 def tbe_combine_kernel(
     weights_ptr,
-    state_ptr,
+    state1_ptr,
+    state2_ptr,
     hyper_ptr,
+    counter_ptr,
     keys_ptr,
     counters_ptr,
     owners_ptr,
@@ -424,12 +407,11 @@ def tbe_combine_kernel(
     programs,
     BLOCK_D: tl.constexpr,
     PIECES: tl.constexpr,
-    OPTIMIZER: tl.constexpr,
-    DECAY_MODE: tl.constexpr,
-    LIMITS_NORM: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """The split tier. Grid: programs, which take the listed long runs in turn, sum each one's partials in
     order, PIECES at a time, and step its row."""
+    tensors = (weights_ptr, state1_ptr, state2_ptr, hyper_ptr, counter_ptr)
     cols = tl.arange(0, BLOCK_D)
     piece = tl.arange(0, PIECES)
     zero = tl.zeros([], tl.int64)
@@ -457,6 +439,4 @@ def tbe_combine_kernel(
             )
             total += tl.sum(tile, axis=0)
         element = element_base + (key.to(tl.int64) - row_base) * dim
-        load_and_step_row(
-            weights_ptr, state_ptr, hyper_ptr, element, key, total, cols, dim, OPTIMIZER, DECAY_MODE, LIMITS_NORM
-        )
+        load_and_step_row(tensors, element, key, total, cols, dim, STEP)
