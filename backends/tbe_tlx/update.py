@@ -15,7 +15,7 @@ from tbe_triton.shapes import UpdateShape
 from tbe_triton.tables import DeviceTables
 from tbe_triton.update import Update
 
-from .kernels.update import tbe_combine_sums_kernel, tbe_update_tlx_kernel
+from .kernels.update import tbe_combine_tlx_kernel, tbe_update_tlx_kernel
 
 AS_THEY_ARE.add(TensorDescriptor)
 
@@ -65,7 +65,7 @@ class TlxUpdate(Update):
             return
         programs = min(self.slots, self.lookup.plan.caps.processors * 8)
         run(
-            tbe_combine_sums_kernel,
+            tbe_combine_tlx_kernel,
             (programs,),
             *self.rows,
             self.carry.keys,

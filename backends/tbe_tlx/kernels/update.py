@@ -108,7 +108,7 @@ def tbe_update_tlx_kernel(
 
 
 @triton.jit(do_not_specialize=["programs"])
-def tbe_combine_sums_kernel(
+def tbe_combine_tlx_kernel(
     weights_ptr,
     state1_ptr,
     state2_ptr,
