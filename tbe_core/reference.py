@@ -89,7 +89,7 @@ class Reference:
         hyper_values: list[float],
         step: int = 1,
     ) -> list[list[int]]:
-        """One step of every touched row, the operator's ``step``-th; returns each table's touched rows, ascending.
+        """One step of every touched row, the operator's ``step``-th; returns the touched rows of each table.
 
         Nothing is rounded: a table's dtype and its rounding are not the reference's business.
         """

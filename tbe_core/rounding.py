@@ -1,8 +1,8 @@
 """Stochastic rounding of fp16 and bf16 tables: the random numbers and the rule, as every backend applies them.
 
 The number for an element is a function of (seed, step, row, column) alone: Philox-4x32-10 of seed, row and step
-(Salmon et al., SC'11) gives four words a row, and a finalizer of MurmurHash3's kind mixes the column into them. So
-it depends neither on how work is cut nor on the backend.
+(Salmon et al., SC'11) gives four words a row, and a finalizer of MurmurHash3's kind mixes the column into them.
+So it depends neither on how work is cut nor on the backend.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def random_words(seed: torch.Tensor, step: torch.Tensor, rows: torch.Tensor, dim
 
 
 def round_stochastically(w: torch.Tensor, dtype: torch.dtype, words: Words) -> torch.Tensor:
-    """``w`` (fp32, any shape) on ``dtype``'s own grid, subnormal numbers included: to one of the two neighbours, with
-    the probability that leaves the mean unchanged. Infinite and NaN stay; beyond fp16's largest number the result
-    is the nearest one's, which may be infinite.
+    """``w`` (fp32, any shape) on ``dtype``'s own grid, subnormal numbers included: to one of the two neighbours,
+    with the probability that leaves the mean unchanged. Infinite and NaN stay; beyond fp16's largest number the
+    result is the nearest one, which may be infinite.
 
     Args:
         dtype: float16 or bfloat16.

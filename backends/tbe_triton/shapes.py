@@ -41,7 +41,7 @@ def step_constant(spec: Spec) -> tuple[str | bool, ...]:
 
 
 def step_tensors(lookup: Lookup, training: Training) -> tuple[torch.Tensor, ...]:
-    """What a row's step reads and writes: weights, two states, hyper, counter; hyper stands where there is none."""
+    """What a step reads and writes: weights, two states, hyper, counter; hyper stands where there is none."""
     spare = [training.hyper] * (MOST_STATES - len(training.states))
     counter = training.hyper if training.counter is None else training.counter
     return (lookup.weights, *training.states, *spare, training.hyper, counter)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import replace
 
-from tbe_core import Capabilities
+from tbe_core import Capabilities, packages
 from tbe_core.devices import DEVICES
 
 _MORE = (
@@ -31,11 +30,4 @@ TARGETS: dict[str, Capabilities] = _by_arch()
 
 def capabilities(target: str) -> Capabilities:
     """The target's facts with the Triton of this installation."""
-    return replace(TARGETS[target], triton_version=_triton_version())
-
-
-def _triton_version() -> str | None:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return replace(TARGETS[target], triton_version=packages.version(*packages.TRITON))

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from tbe_core import (
-    SGD,
     Backend,
     Capabilities,
     DeviceConfig,
@@ -32,7 +31,7 @@ from tbe_core import (
     takes_dense_tier,
 )
 from tbe_core.dtypes import STATE_DTYPE, short_name
-from tbe_core.optimizers import WEIGHT_DECAY_MODES
+from tbe_core.optimizers import REGISTRY, WEIGHT_DECAY_MODES, Adam
 from tbe_core.types import Pooling
 
 from .launcher import Record, recording
@@ -59,6 +58,7 @@ class Variant:
     pooling: Pooling = "sum"
     weighted: bool = False
     optimizer: Optimizer = DEFAULT_OPTIMIZER
+    stochastic_rounding: bool = False
     index_dtype: torch.dtype = torch.int32
     rows: int = ROWS
     """A table."""
@@ -70,13 +70,9 @@ class Variant:
     def spec(self) -> Spec:
         tables = [Table(f"d{dim}", self.rows, dim) for dim in self.dims]
         return Spec(
-            Layout.make(tables, None),
-            self.optimizer,
-            self.pooling,
-            self.weights_dtype,
-            self.output_dtype,
-            deterministic=self.deterministic,
-        )
+            Layout.make(tables, None), self.optimizer, self.pooling, self.weights_dtype, self.output_dtype,
+            stochastic_rounding=self.stochastic_rounding, deterministic=self.deterministic,
+        )  # fmt: skip
 
     def name(self, work: str, tier: Tier) -> str:
         """What stands in the brackets: only what decides the kernels of that pass."""
@@ -88,6 +84,7 @@ class Variant:
             flags = self.optimizer.flags.items()
             words.append(self.optimizer.NAME)
             words += [str(v) if isinstance(v, str) else k for k, v in flags if v not in (False, "none")]
+            words += ["stochastic rounding"] * self.stochastic_rounding
         if work != UPDATE or self.pooling != "sum":
             words.append(self.pooling)
         if self.weighted:
@@ -118,11 +115,14 @@ def _variants() -> Iterator[Variant]:
     yield Variant((128,), weighted=True)
     yield Variant((128,), pooling="none")
     yield Variant((128,), rows=MANY_ROWS, passes=(FORWARD,))
-    optimizers = [SGD()] + [
+    optimizers = [make() for make in REGISTRY.values() if make() != DEFAULT_OPTIMIZER] + [
         RowwiseAdagrad(weight_decay_mode=mode, max_norm=norm)
         for mode, norm in product(WEIGHT_DECAY_MODES, (0.0, 1.0))
         if RowwiseAdagrad(weight_decay_mode=mode, max_norm=norm) != DEFAULT_OPTIMIZER
     ]
+    for dtype in (torch.float16, torch.bfloat16):
+        yield Variant((128,), dtype, passes=only_update, stochastic_rounding=True)
+    yield Variant((3, 16, 128, 512, 1024), torch.float32, optimizer=Adam(), passes=only_update)
     for optimizer in optimizers:
         yield Variant((128,), optimizer=optimizer, passes=only_update)
     for dims in ((64,), (128,), (1024,), (3, 16, 128, 512)):
@@ -205,7 +205,8 @@ def _size(variant: Variant, tier: Tier, config: DeviceConfig, caps: Capabilities
 def _training(spec: Spec) -> Training:
     sizes = {"row": spec.layout.total_rows, "element": spec.layout.total_elements}
     states = tuple(_storage(sizes[state.kind], STATE_DTYPE) for state in spec.optimizer.STATE)
-    return Training(states, torch.tensor(spec.optimizer.hyper_values(), dtype=torch.float32))
+    hyper = torch.tensor(spec.optimizer.hyper_values(), dtype=STATE_DTYPE)
+    return Training(states, hyper, torch.zeros(2, dtype=torch.int64) if spec.counts_steps else None)
 
 
 def _storage(elements: int, dtype: torch.dtype) -> torch.Tensor:

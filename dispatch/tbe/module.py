@@ -215,7 +215,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         return [flat[b : b + t.rows] for t, b in zip(layout.tables, layout.row_bases, strict=True)]
 
     def _named_views(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds: ``<table>.weight``, ``<table>.<state>``, ``hyper``, and where steps are counted
+        """What a checkpoint holds: ``<table>.weight``, ``<table>.<state>``, ``hyper``; where steps are counted,
         ``step`` and ``rounding_seed``."""
         views = {"hyper": self.hyper}
         if self.counter is not None:

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
-from tbe_core import Capabilities
+from tbe_core import Capabilities, packages
 from tbe_core.devices import DEVICES
 
 from . import environment, registry
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def software() -> dict[str, str | None]:
     """Versions of this installation that decide routing, by their field in ``Capabilities``."""
     return {
         "torch_version": torch.__version__,
-        "triton_version": _version("triton") or _version("fbtriton") or _version("pytorch-triton-rocm"),
-        "cccl_version": _version("cuda-cccl"),
+        "triton_version": packages.version(*packages.TRITON),
+        "cccl_version": packages.version("cuda-cccl"),
     }
 
 

@@ -16,8 +16,8 @@ from .base import Hyper, Optimizer, RowState, StateSpec, register
 @register("lars")
 @dataclass(frozen=True)
 class LARS(Optimizer):
-    """``a = lr * eta * norm(w) / (norm(g) + weight_decay * norm(w)); m = momentum * m + a * (g + weight_decay * w);
-    w -= m``.
+    """``a = lr * eta * norm(w) / (norm(g) + weight_decay * norm(w));
+    m = momentum * m + a * (g + weight_decay * w); w -= m``.
 
     ``a = lr`` where ``norm(w)`` or the divisor is 0, so that a row of zeros learns.
     """

@@ -26,16 +26,16 @@ def random_words(counter_ptr, key, cols):
 
 
 @triton.jit
-def round_row(w, counter_ptr, key, cols, DTYPE: tl.constexpr):
-    """``w`` (fp32) on DTYPE's grid, still in fp32: to one of the two neighbours, without bias."""
+def round_row(w, counter_ptr, key, cols, HALF: tl.constexpr):
+    """``w`` (fp32) on fp16's grid if HALF, else on bf16's, still in fp32: to a neighbour, without bias."""
     words = random_words(counter_ptr, key, cols)
-    DROPPED: tl.constexpr = 16 if DTYPE == tl.bfloat16 else 13
+    DROPPED: tl.constexpr = 13 if HALF else 16
     noise = (words >> (32 - DROPPED)).to(tl.int32)
     bits = w.to(tl.int32, bitcast=True) + noise
     rounded = (bits & (-(1 << DROPPED))).to(tl.float32, bitcast=True)
     magnitude = tl.abs(w)
     rounded = tl.where(magnitude < float("inf"), rounded, w)
-    if DTYPE == tl.float16:
+    if HALF:
         # Below 2^-14 the grid is that of 2^-24; above the largest number only the nearest is right.
         scaled = magnitude * 16777216.0
         whole = tl.floor(scaled)

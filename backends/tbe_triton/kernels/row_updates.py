@@ -1,7 +1,7 @@
 """One device function an optimizer: the step of one row from its completed gradient. Independent of the
 reference in tbe_core, which judges them.
 
-Kernels hand two things on: ``tensors``, the tuple (weights, first state, second state, hyper, counter) of pointers, and
+Kernels hand two things on: ``tensors``, the pointers (weights, first state, second state, hyper, counter), and
 the constant ``STEP``, a tuple whose places are named below. Columns beyond a row's dim hold zeros in ``w``, ``g``
 and states, so that sums over the block are sums over the row.
 """
@@ -17,7 +17,7 @@ STATE2: tl.constexpr = tl.constexpr(2)
 DECAY_MODE: tl.constexpr = tl.constexpr(3)
 LIMITS_NORM: tl.constexpr = tl.constexpr(4)
 STOCHASTIC: tl.constexpr = tl.constexpr(5)
-"""Places in ``STEP``: the optimizer's name, the kinds of its two states ("none", "row" or "element"), and options."""
+"""Places in ``STEP``: the optimizer's name, the kinds of its states ("none", "row", "element"), and options."""
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def step_row(tensors, element, key, w, state1, state2, g, cols, dim, STEP: tl.co
     store_state(state1_ptr, key, element, cols, mask, state1, STEP[STATE1])
     store_state(state2_ptr, key, element, cols, mask, state2, STEP[STATE2])
     if STEP[STOCHASTIC]:
-        w = round_row(w, counter_ptr, key, cols, weights_ptr.dtype.element_ty)
+        w = round_row(w, counter_ptr, key, cols, weights_ptr.dtype.element_ty.is_fp16())
     tl.store(weights_ptr + element + cols, w.to(weights_ptr.dtype.element_ty), mask=mask)
 
 
