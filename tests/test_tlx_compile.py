@@ -1,4 +1,8 @@
-"""Every TLX kernel compiles for every target that TLX knows, with its instructions, and in the models' order."""
+"""TLX kernels compile for every target that TLX knows, with their instructions, and in the models' order.
+
+For sm_90 and sm_100 all of them, for the other two those of one problem, since only their assembler differs.
+``tbe compile --backend tlx`` compiles all for all.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +38,15 @@ Row = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
+    return [
+        *compiled("_tlx_kernel", *TARGETS[:2]),
+        *compiled("_tlx_kernel[D=128 fp16->fp32 rowwise_adagrad ", *TARGETS[2:]),
+    ]
+
+
+def compiled(matching: str, *targets: str) -> list[Row]:
     command = [sys.executable, "-m", "tbe.cli.main", "compile", "--json", "--backend", "tlx"]
-    command += ["--targets", ",".join(TARGETS), "--kernels", "_tlx_kernel"]
+    command += ["--targets", ",".join(targets), "--kernels", matching]
     always = environment(TRITON_ALWAYS_COMPILE="1")
     done = subprocess.run(command, env=always, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stderr
@@ -75,7 +86,7 @@ def test_the_fused_tier_has_a_gpu_fence_on_both_sides_of_each_counter(rows: list
 def test_launch_control_is_where_blackwell_has_much_to_do(rows: list[Row]) -> None:
     for row in rows:
         stolen = row["instructions"]["launch_control"]
-        assert stolen == ("WORK=stolen" in row["kernel"] or "WORK='stolen'" in row["kernel"]), row
+        assert stolen == ("WORK=stolen" in row["kernel"]), row
     for target in TARGETS:
         split = [r for r in of(rows, UPDATE, " split") if r["target"] == target]
         assert any(r["instructions"]["launch_control"] for r in split) == (target != "sm_90"), target
@@ -171,7 +182,7 @@ def test_arrival_has_the_model_s_order(target: str, dim: int) -> None:
 
 
 def test_launch_control_has_the_model_s_order() -> None:
-    kernel = f"{UPDATE}[D=128 fp16->fp32 rowwise_adagrad split WORK='stolen']"
+    kernel = f"{UPDATE}[D=128 fp16->fp32 rowwise_adagrad split WORK=stolen]"
     kinds = ("barrier", "expect", "try_cancel", "wait", "response", "found", "place")
     found = events("sm_100", kernel, *kinds)
     asks = found.index("try_cancel")

@@ -9,6 +9,7 @@ import torch
 
 from tbe_core import Capabilities, DeviceConfig, Lookup, Problem, Training, assist
 from tbe_core.device_files import find
+from tbe_core.tuning import Knob
 from tbe_triton import TritonBackend
 from tbe_triton.carry import Carry
 from tbe_triton.configs import config_for
@@ -52,6 +53,13 @@ class TlxBackend(TritonBackend):
         told = [f"TLX: {caps.tlx_provider}", *assist.notes(caps, config, problem.deterministic)]
         told += [missing_feature(name, caps) for name in assist.FEATURES if name not in caps.tlx_features]
         return config, (*portable, *told)
+
+    def search_space(self, caps: Capabilities) -> tuple[Knob, ...]:
+        own = (
+            Knob("persistent_warps", (0, 16, 32, 64), "backward"),
+            Knob("steal_stretches", (0, 1, 4, 16), "backward") if assist.CLC in caps.tlx_features else None,
+        )
+        return (*super().search_space(caps), *(knob for knob in own if knob is not None))
 
     def _update(
         self, lookup: Lookup, tables: DeviceTables, grad: torch.Tensor, training: Training, carry: Carry

@@ -33,5 +33,11 @@ class TlxCrossCompiler(TritonCrossCompiler):
         """Those of a device, and those of its small batches, which use no launch control."""
         found = super().launches(caps)
         if CLC in caps.tlx_features:
-            found += super().launches(replace(caps, tlx_features=caps.tlx_features - {CLC}))
+            small = super().launches(replace(caps, tlx_features=caps.tlx_features - {CLC}))
+            known = {(launch.name, launch.call, *map(str, launch.constants.values())) for launch in found}
+            found += [
+                launch
+                for launch in small
+                if (launch.name, launch.call, *map(str, launch.constants.values())) not in known
+            ]
         return found
