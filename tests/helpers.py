@@ -34,6 +34,7 @@ def inputs(**changes: Any) -> dict[str, Any]:
 def tensors(emb: tbe.TableBatchedEmbeddingBags) -> dict[str, torch.Tensor]:
     """A copy of everything that a step may change, the padding between tables included."""
     named = {"weights": emb.weights, "hyper": emb.hyper, "bad": emb.bad}
+    named |= {} if emb.counter is None else {"counter": emb.counter}
     named |= {f"state {i}": state for i, state in enumerate(emb.states)}
     return {name: tensor.detach().clone() for name, tensor in named.items()}
 

@@ -4,6 +4,8 @@ A value that is accumulated in fp32 and rounded once to ``dtype`` may differ fro
 
     tolerance * magnitude  +  eps(dtype)/2 * |x|  +  one quantum of dtype
 
+(eps(dtype) and not half of it where the rounding is stochastic)
+
 where ``tolerance`` is the contract's fp32 tolerance of that quantity (tbe_core.tolerances), ``magnitude`` is the
 same sum over absolute values (so that cancellation is not held against the fp32 sum, and a small element
 beside a large one is not excused), the second term is the one rounding, absent for fp32, and the quantum is
@@ -16,17 +18,22 @@ import os
 from dataclasses import dataclass, replace
 
 import torch
+from magnitudes import OF_STEP, Before
 
-from tbe_core import SGD, RowwiseAdagrad, Spec, tolerances
+from tbe_core import SGD, Spec, tolerances
 from tbe_core.reference import Reference
 
 
 def allowed(
-    expected: torch.Tensor, magnitude: torch.Tensor, tolerance: float, dtype: torch.dtype
+    expected: torch.Tensor,
+    magnitude: torch.Tensor,
+    tolerance: float,
+    dtype: torch.dtype,
+    stochastic: bool = False,
 ) -> torch.Tensor:
     """The largest permitted difference of each element, fp64."""
     found = torch.finfo(dtype)
-    rounding = 0.0 if dtype == torch.float32 else found.eps / 2
+    rounding = 0.0 if dtype == torch.float32 else found.eps if stochastic else found.eps / 2
     if dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET", "0") == "1":
         # Triton's interpreter (3.8) cuts fp32 to bf16 towards zero; every device rounds to nearest.
         rounding = found.eps
@@ -34,14 +41,19 @@ def allowed(
 
 
 def judge(
-    what: str, got: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor, tolerance: float
+    what: str,
+    got: torch.Tensor,
+    expected: torch.Tensor,
+    magnitude: torch.Tensor,
+    tolerance: float,
+    stochastic: bool = False,
 ) -> None:
     """Assert that ``got``, in its own dtype, is ``expected`` within ``allowed``; the message shows the worst."""
     assert got.shape == expected.shape, f"{what}: shape {list(got.shape)}, expected {list(expected.shape)}"
     if not expected.numel():
         return
     actual = got.detach().cpu().double()
-    limit = allowed(expected, magnitude, tolerance, got.dtype)
+    limit = allowed(expected, magnitude, tolerance, got.dtype, stochastic)
     # NaN compares false: it fails.
     wrong = ~((actual - expected).abs() <= limit)
     if bool(wrong.any()):
@@ -97,7 +109,8 @@ class Verdict:
     def judge_tables(self, tables: list[torch.Tensor]) -> None:
         tolerance = tolerances.weights(self.spec.optimizer.NAME, torch.float32)
         for t, table in enumerate(tables):
-            judge(f"table {t}", table, self.tables[t], self.table_magnitudes[t], tolerance)
+            size, stochastic = self.table_magnitudes[t], self.spec.stochastic_rounding
+            judge(f"table {t}", table, self.tables[t], size, tolerance, stochastic)
 
     def judge_states(self, states: list[dict[str, torch.Tensor]]) -> None:
         tolerance = tolerances.state(self.spec.optimizer.NAME)
@@ -126,8 +139,12 @@ def consult(
     states: list[dict[str, torch.Tensor]],
     hyper: list[float],
     call: Call,
+    step: int = 1,
 ) -> Verdict:
-    """Ask the reference about one forward and backward from ``tables`` and ``states``, which stay as they are."""
+    """Ask the reference about one forward and backward from ``tables`` and ``states``, which stay as they are.
+
+    ``step``: which step of the operator it is, from 1.
+    """
     reference = Reference.of(spec, tables, states)
     before = Reference.of(spec, tables, states)
     size = Reference.of(spec, [t.detach().cpu().double().abs() for t in tables], states)
@@ -138,8 +155,8 @@ def consult(
     if weights is not None:
         weight_grad = reference.per_sample_weight_grad(call.grad, indices, offsets)
         weight_grad_magnitude = size.per_sample_weight_grad(call.grad.double().abs(), indices, offsets)
-    touched = reference.backward_update(call.grad, indices, offsets, weights, hyper)
-    table_magnitudes, state_magnitudes = _update_magnitudes(before, reference, call, hyper)
+    touched = reference.backward_update(call.grad, indices, offsets, weights, hyper, step)
+    table_magnitudes, state_magnitudes = _update_magnitudes(before, reference, touched, call, hyper, step)
     return Verdict(
         spec, out, out_magnitude, weight_grad, weight_grad_magnitude,
         reference.tables, table_magnitudes, reference.states, state_magnitudes, touched,
@@ -147,47 +164,22 @@ def consult(
 
 
 def _update_magnitudes(
-    before: Reference, after: Reference, call: Call, hyper: list[float]
+    before: Reference, after: Reference, touched: list[list[int]], call: Call, hyper: list[float], step: int
 ) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]:
+    """Per table: magnitudes of rows and states; of rows that are not touched their own values."""
     spec = before.spec
+    optimizer, named = spec.optimizer, dict(zip(spec.optimizer.HYPER, hyper, strict=True))
+    rows: list[torch.Tensor] = []
+    states: list[dict[str, torch.Tensor]] = []
     signed, absolute = sums(spec, call, absolute=False), sums(spec, call, absolute=True)
-    if isinstance(spec.optimizer, SGD):
-        return [w.abs() + hyper[0] * g for w, g in zip(before.tables, absolute, strict=True)], [
-            {} for _ in before.tables
-        ]
-    if isinstance(spec.optimizer, RowwiseAdagrad):
-        found = [
-            _rowwise_adagrad(spec.optimizer, w, g, size, old["sum"], new["sum"], hyper)
-            for w, g, size, old, new in zip(
-                before.tables, signed, absolute, before.states, after.states, strict=True
-            )
-        ]
-        return [w for w, _ in found], [{"sum": m} for _, m in found]
-    raise NotImplementedError(f"say here how large the terms of a step of {spec.optimizer.NAME!r} are")
-
-
-def _rowwise_adagrad(
-    optimizer: RowwiseAdagrad,
-    w: torch.Tensor,
-    g: torch.Tensor,
-    size: torch.Tensor,
-    old: torch.Tensor,
-    new: torch.Tensor,
-    hyper: list[float],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Magnitudes of a row's terms and of its second moment. ``size``: the sum of absolute gradients."""
-    lr, eps, decay, limit = hyper
-    mode = optimizer.weight_decay_mode
-    terms = size + decay * w.abs() if mode == "l2" else size
-    rate = (lr / (new.sqrt() + eps))[:, None]
-    magnitude = w.abs() + rate * terms
-    if optimizer.limits_norm:
-        keep = {"none": 1.0, "l2": 1 - rate * decay, "decoupled": 1 - lr * decay}[mode]
-        stepped = keep * w - rate * g
-        norm = stepped.norm(dim=1, keepdim=True)
-        scale = torch.where(norm > limit, limit / norm, 1.0)
-        # The scale has the error of the whole row's norm.
-        spread = stepped.abs() * magnitude.norm(dim=1, keepdim=True) / norm.clamp(min=1e-300)
-        touched = (size > 0).any(dim=1, keepdim=True)
-        magnitude = torch.where(touched & (norm > limit), scale * (magnitude + spread), magnitude)
-    return magnitude, old + (terms * terms).mean(dim=1)
+    for t, stepped in enumerate(touched):
+        w, old = before.tables[t], before.states[t]
+        row, state = OF_STEP[optimizer.NAME](
+            Before(optimizer, w, signed[t], absolute[t], old, after.states[t], named, step)
+        )
+        rows.append(w.abs())
+        rows[t][stepped] = row[stepped]
+        states.append({name: value.abs() for name, value in old.items()})
+        for name, value in states[t].items():
+            value[stepped] = state[name][stepped]
+    return rows, states

@@ -14,10 +14,12 @@ import tbe
 from tbe import policy, registry
 from tbe_core import Absent, DeviceConfig, Lookup, Optimizer, Table, Training
 from tbe_core.dtypes import INDEX_DTYPES, OUTPUT_DTYPES, SAMPLE_WEIGHT_DTYPES, WEIGHT_DTYPES
-from tbe_core.optimizers import WEIGHT_DECAY_MODES
+from tbe_core.optimizers import REGISTRY, WEIGHT_DECAY_MODES
 from tbe_core.types import BOUNDS_CHECK_MODES, POOLING_MODES
 
 F32 = torch.float32
+STEPS_BEFORE = (0, 1, 7, 300, 10**6, 2**33)
+"""Steps that a module with used states has taken."""
 PLAIN_SGD = tbe.SGD(lr=0.5)
 
 
@@ -39,6 +41,7 @@ class Trial:
     fresh_state: bool = False
     """States start at zero, as in a new module; otherwise at uniform [0, 1)."""
     seed: int = 0
+    stochastic_rounding: bool = False
 
     def module(self, backend: str, device: str) -> tbe.TableBatchedEmbeddingBags:
         """A module with normal(0, 1) rows: an update of lr 0.5 then changes a row by its own size."""
@@ -52,6 +55,8 @@ class Trial:
             bounds_check=self.bounds_check,
             backend=backend,
             device=device,
+            stochastic_rounding=self.stochastic_rounding,
+            rounding_seed=self.seed,
         )
         generator = torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
@@ -59,6 +64,8 @@ class Trial:
             emb.weights.copy_(torch.randn(emb.weights.shape, generator=generator))
             for state in emb.states:
                 state.copy_(torch.rand(state.shape, generator=generator) * (not self.fresh_state))
+            if emb.counter is not None and not self.fresh_state:
+                emb.counter[0] = STEPS_BEFORE[self.seed % len(STEPS_BEFORE)]
         return emb
 
     def call(self, positive: bool = False) -> Call:
@@ -130,7 +137,9 @@ def _step_by_contract(
     lookup = Lookup(emb.spec, plan, emb.weights.data, indices, offsets, weights)
     out, carry = backend.forward(lookup, True)
     weight_grad = None if weights is None else backend.per_sample_weight_grad(lookup, passed["grad"])
-    backend.backward_update(lookup, passed["grad"], Training(tuple(emb.states), emb.hyper), carry)
+    training = Training(tuple(emb.states), emb.hyper, emb.counter)
+    training.advance()
+    backend.backward_update(lookup, passed["grad"], training, carry)
     return Outcome(out, weight_grad)
 
 
@@ -140,7 +149,8 @@ def step_and_compare(
     """One step from the module's present state, judged: output, weight gradient, tables, states, and that
     nothing but the touched rows has changed."""
     tables, states = emb.split_embedding_weights(), emb.split_optimizer_states()
-    verdict = consult(emb.spec, tables, states, emb.hyper.tolist(), call)
+    step_number = 1 if emb.counter is None else int(emb.counter[0]) + 1
+    verdict = consult(emb.spec, tables, states, emb.hyper.tolist(), call, step_number)
     before = [emb.weights.detach().cpu().clone(), *(s.cpu().clone() for s in emb.states)]
     counted = int(emb.bad[0])
     with warnings.catch_warnings(record=True) as caught:
@@ -159,6 +169,7 @@ def step_and_compare(
         assert outcome.weight_grad is None
     verdict.judge_tables(tables)
     verdict.judge_states(states)
+    assert emb.counter is None or int(emb.counter[0]) == step_number
     _check_untouched(emb, before, verdict.touched)
 
 
@@ -210,16 +221,29 @@ DIMS = st.one_of(st.integers(1, 40), st.sampled_from((64, 100, 128, 200, 256)))
 
 @st.composite
 def optimizers(draw: st.DrawFn) -> Optimizer:
-    if draw(st.booleans()):
-        return tbe.SGD(lr=0.5)
-    mode = draw(st.sampled_from(WEIGHT_DECAY_MODES))
-    return tbe.RowwiseAdagrad(
-        lr=0.5,
-        eps=draw(st.sampled_from((1e-8, 1e-3))),
-        weight_decay_mode=mode,
-        weight_decay=0.0 if mode == "none" else draw(st.sampled_from((0.1, 0.5))),
-        max_norm=draw(st.sampled_from((0.0, 0.5, 3.0))),
-    )
+    """Any optimizer with any of its options; half of them are the two that are used most."""
+    kind = draw(st.sampled_from((tbe.SGD, tbe.RowwiseAdagrad) * 3 + tuple(REGISTRY.values())))
+    options: dict[str, Any] = {}
+    for name in kind.HYPER:
+        if name in CHOICES:
+            options[name] = draw(st.sampled_from(CHOICES[name]))
+    if kind is tbe.RowwiseAdagrad:
+        mode = draw(st.sampled_from(WEIGHT_DECAY_MODES))
+        options["weight_decay_mode"] = mode
+        options["weight_decay"] = 0.0 if mode == "none" else draw(st.sampled_from((0.1, 0.5)))
+    return kind(lr=0.5, **options)
+
+
+CHOICES: dict[str, tuple[float, ...]] = {
+    "eps": (1e-8, 1e-3),
+    "beta1": (0.9, 0.0, 0.4),
+    "beta2": (0.999, 0.0, 0.9999, 0.3),
+    "weight_decay": (0.0, 0.1, 0.5),
+    "max_norm": (0.0, 0.5, 3.0),
+    "eta": (0.01, 0.5),
+    "momentum": (0.9, 0.0),
+}
+"""Values of hyper-parameters that tests draw from."""
 
 
 @st.composite
@@ -249,6 +273,7 @@ def trials(draw: st.DrawFn) -> Trial:
     weights = None
     if pooling != "none" and draw(st.booleans()):
         weights = torch.randn(len(indices), generator=generator).to(draw(st.sampled_from(SAMPLE_WEIGHT_DTYPES)))
+    weights_dtype = draw(st.sampled_from(WEIGHT_DTYPES))
     return Trial(
         tables,
         features,
@@ -257,12 +282,13 @@ def trials(draw: st.DrawFn) -> Trial:
         weights,
         pooling,
         draw(optimizers()),
-        draw(st.sampled_from(WEIGHT_DTYPES)),
+        weights_dtype,
         draw(st.sampled_from(OUTPUT_DTYPES)),
         mode,
         draw(st.booleans()),
         draw(st.booleans()),
         seed,
+        weights_dtype != F32 and draw(st.booleans()),
     )
 
 

@@ -86,18 +86,19 @@ def test_weights_without_gradient_ask_for_no_gradient_work(monkeypatch: pytest.M
 # --- torch.library ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("optimizer", [tbe.RowwiseAdagrad(lr=0.1), tbe.Adam(lr=0.1)], ids=["adagrad", "adam"])
 @pytest.mark.parametrize(
     ("pooling", "weighted"), [("sum", False), ("sum", True), ("mean", False), ("mean", True), ("none", False)]
 )
-def test_operators_pass_torch_s_own_checks(pooling: str, weighted: bool) -> None:
-    emb = make(pooling=pooling, tables=TABLES[:1] if pooling == "none" else TABLES)
+def test_operators_pass_torch_s_own_checks(pooling: str, weighted: bool, optimizer: tbe.Optimizer) -> None:
+    emb = make(pooling=pooling, tables=TABLES[:1] if pooling == "none" else TABLES, optimizer=optimizer)
     ids, ends = torch.tensor(INDICES), torch.tensor(OFFSETS)
     weights = torch.rand(5, requires_grad=True) if weighted else None
     plain = None if weights is None else weights.detach()
     grad = torch.randn(emb(ids, ends, plain).shape)
     ops, handle = torch.ops.tbe, emb._handle
-    state = (emb.weights.detach().clone(), [s.clone() for s in emb.states], emb.hyper)
-    lookup = (emb.weights, emb.states, emb.hyper, emb.hook, ids, ends, weights, handle, "")
+    state = (emb.weights.detach().clone(), [s.clone() for s in emb.states], emb.hyper, emb.counter)
+    lookup = (emb.weights, emb.states, emb.hyper, emb.counter, emb.hook, ids, ends, weights, handle, "")
     carry = ops.lookup(*lookup, True)[1].detach()
     calls = [
         (ops.lookup, (*lookup, True)),

@@ -15,6 +15,7 @@ from problems import Trial, from_runs, offsets_of, run_and_compare, step, step_a
 import tbe
 from tbe_core import DeviceConfig, Layout, Route, Spec, Table, Tier, tier_of_run, tolerances
 from tbe_core.dtypes import OUTPUT_DTYPES, WEIGHT_DTYPES
+from tbe_core.optimizers import REGISTRY
 
 pytestmark = pytest.mark.values
 
@@ -202,15 +203,17 @@ def many_steps_trial(optimizer: tbe.Optimizer = ADAGRAD, dtype: torch.dtype = to
 @pytest.mark.parametrize(
     "optimizer",
     (
-        tbe.SGD(lr=0.1),
+        *(kind(lr=0.1) for kind in REGISTRY.values()),
         tbe.RowwiseAdagrad(lr=0.1, weight_decay=0.1, weight_decay_mode="l2"),
         tbe.RowwiseAdagrad(lr=0.1, weight_decay=0.1, weight_decay_mode="decoupled", max_norm=2.0),
+        *(kind(lr=0.1, weight_decay=0.1) for kind in (tbe.Adam, tbe.LAMB, tbe.LARS)),
     ),
-    ids=("sgd", "l2", "decoupled_max_norm"),
+    ids=str,
 )
-def test_many_steps(place: Place, optimizer: tbe.Optimizer) -> None:
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
+def test_many_steps(place: Place, optimizer: tbe.Optimizer, dtype: torch.dtype) -> None:
     """Every step is judged from the state that the steps before it left, with fresh ids and a new rate."""
-    trial = many_steps_trial(optimizer)
+    trial = many_steps_trial(optimizer, dtype)
     emb = trial.module(*place)
     generator = torch.Generator().manual_seed(1)
     for number in range(8):

@@ -13,10 +13,14 @@ from tbe_core.optimizers import (
     RowwiseAdagrad,
 )
 
+from . import init
 from .bounds import BadLookupWarning
+from .checkpoint import load_checkpoint, save_checkpoint
+from .fused_optimizer import FusedOptimizer
 from .module import TableBatchedEmbeddingBags, plan
 from .policy import BackendStatus, backends, settle, use_backend
 from .probe import capabilities
+from .rows import initialise, resized
 
 __version__ = "0.1.0"
 
@@ -30,6 +34,7 @@ __all__ = [
     "BackendStatus",
     "BadLookupWarning",
     "Capabilities",
+    "FusedOptimizer",
     "Optimizer",
     "PartialRowwiseAdam",
     "PartialRowwiseLAMB",
@@ -39,7 +44,12 @@ __all__ = [
     "TableBatchedEmbeddingBags",
     "backends",
     "capabilities",
+    "init",
+    "initialise",
+    "load_checkpoint",
     "plan",
+    "resized",
+    "save_checkpoint",
     "settle",
     "use_backend",
 ]

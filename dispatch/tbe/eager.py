@@ -6,7 +6,7 @@ the host more than every launch together. An eager call takes this way instead; 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,13 +17,21 @@ SECOND_BACKWARD = (
 )
 
 
+class Keeper(Protocol):
+    """Takes a backward's update instead of its backend, to run it later."""
+
+    def add(self, call: Call, grad: torch.Tensor, carry: torch.Tensor) -> None: ...
+
+
 class Call:
-    """One lookup, its backend, and what the update needs."""
+    """One lookup, its backend, what the update needs, and who keeps the update for later, if anyone."""
 
-    __slots__ = ("backend", "lookup", "training")
+    __slots__ = ("backend", "keeper", "lookup", "training")
 
-    def __init__(self, backend: Backend, lookup: Lookup, training: Training) -> None:
-        self.backend, self.lookup, self.training = backend, lookup, training
+    def __init__(
+        self, backend: Backend, lookup: Lookup, training: Training, keeper: Keeper | None = None
+    ) -> None:
+        self.backend, self.lookup, self.training, self.keeper = backend, lookup, training, keeper
 
 
 class TrainingLookup(torch.autograd.Function):
@@ -58,7 +66,10 @@ class TrainingLookup(torch.autograd.Function):
         per_sample_weights, weight_grad = ctx.saved_tensors[2], None
         if per_sample_weights is not None and ctx.needs_input_grad[1]:
             weight_grad = call.backend.per_sample_weight_grad(call.lookup, grad).to(per_sample_weights.dtype)
-        call.training.advance()
-        call.backend.backward_update(call.lookup, grad, call.training, ctx.carry)
+        if call.keeper is None:
+            call.training.advance()
+            call.backend.backward_update(call.lookup, grad, call.training, ctx.carry)
+        else:
+            call.keeper.add(call, grad, ctx.carry)
         ctx.call = ctx.carry = None
         return None, weight_grad, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +13,14 @@ from tbe_core.dtypes import STATE_DTYPE
 from tbe_core.types import BoundsCheck, Pooling
 from tbe_core.validate import check_inputs
 
+from . import hyper as hyper_parameters
 from . import ops, policy
 from .bounds import BadLookups
+from .deferred import Deferred
 from .eager import Call, TrainingLookup
+from .init import DEFAULT_STD, UNWRITTEN, Init, Initialiser, fill_from, normal, per_table
+
+NOT_COMPILED = "a module with FusedOptimizer(defer=True) inside torch.compile: expected an uncompiled call"
 
 
 class TableBatchedEmbeddingBags(nn.Module):
@@ -41,12 +45,15 @@ class TableBatchedEmbeddingBags(nn.Module):
         stochastic_rounding: float16 and bfloat16 tables only: a stepped row is rounded to one of its two
             neighbours at random, so that small steps are not lost on average. Without: to nearest.
         rounding_seed: of its random numbers, which depend on seed, step, row and column alone.
+        init: what rows start from: one of ``tbe.init`` for all tables, or a mapping by table name. Default, for
+            tables that are left out too: normal(0, 0.01).
+        generator: of the random values, on ``device``. Default: torch's own.
 
     Raises:
         ValueError: an argument is wrong; the message names it, its value and what was expected.
         BackendError: no backend, or not the one asked for, serves this problem; with every reason.
 
-    Rows start at normal(0, 0.01); write others through ``split_embedding_weights`` under ``no_grad``.
+    Values may also be written through ``split_embedding_weights`` under ``no_grad``.
     """
 
     def __init__(
@@ -64,6 +71,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         deterministic: bool = True,
         stochastic_rounding: bool = False,
         rounding_seed: int = 0,
+        init: Init | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         layout = Layout.make(tables, feature_table_map)
@@ -84,8 +93,17 @@ class TableBatchedEmbeddingBags(nn.Module):
         policy.plan_for(self.spec.problem(), where, policy.request(backend))
         self._handle = ops.register(self.spec)
         self._bad_lookups = BadLookups()
-        weights = torch.empty(layout.total_elements, dtype=weights_dtype, device=where).normal_(0, 0.01)
+        # By table name: what reset_rows draws again; None where that was a tensor.
+        self._init: dict[str, Initialiser | None] = {}
+        chosen = {} if init is None else per_table(init, layout.tables, weights_dtype)
+        if init is None:
+            weights = torch.empty(layout.total_elements, dtype=weights_dtype, device=where)
+            weights.normal_(0, DEFAULT_STD, generator=generator)
+        else:
+            weights = torch.zeros(layout.total_elements, dtype=weights_dtype, device=where)
         self.weights = nn.Parameter(weights, requires_grad=False)
+        if init is not None and init is not UNWRITTEN:
+            self._initialise({t.name: chosen.get(t.name, normal()) for t in layout.tables}, generator)
         # The hook makes autograd call the backward: the tables themselves ask for no gradient.
         self.hook = nn.Parameter(torch.empty(0, dtype=STATE_DTYPE, device=where))
         for state in optimizer.STATE:
@@ -97,6 +115,9 @@ class TableBatchedEmbeddingBags(nn.Module):
         self.counter: torch.Tensor | None
         counter = torch.tensor([0, rounding_seed], device=where) if self.spec.counts_steps else None
         self.register_buffer("counter", counter)
+        # In the host's precision; None where the value is known on the device only.
+        self._hyper_values: list[float | None] = [*optimizer.hyper_values()]
+        self._deferred: Deferred | None = None
         self.bad: torch.Tensor
         self.register_buffer("bad", torch.zeros(2, dtype=torch.int64, device=where), persistent=False)
 
@@ -135,8 +156,10 @@ class TableBatchedEmbeddingBags(nn.Module):
         training = self.hook.requires_grad and torch.is_grad_enabled()
         if not torch.compiler.is_compiling():
             check_inputs(self.spec, self.weights.device, indices, offsets, per_sample_weights)
-            if not torch._C._len_torch_dispatch_stack():
+            if self._deferred is not None or not torch._C._len_torch_dispatch_stack():
                 return self._eager(indices, offsets, per_sample_weights, asked, training)
+        if training and self._deferred is not None:
+            raise RuntimeError(NOT_COMPILED)
         self._check(indices, offsets, asked)
         out: torch.Tensor = torch.ops.tbe.lookup(
             self.weights, self.states, self.hyper, self.counter, self.hook, indices, offsets, per_sample_weights,
@@ -161,7 +184,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         lookup = Lookup(self.spec, plan, weights, indices, offsets, per_sample_weights)
         if not training:
             return backend.forward(lookup, False)[0]
-        call = Call(backend, lookup, Training(tuple(self.states), self.hyper, self.counter))
+        update = Training(tuple(self.states), self.hyper, self.counter)
+        call = Call(backend, lookup, update, self._deferred)
         apply: Any = TrainingLookup.apply
         out: torch.Tensor = apply(self.hook, per_sample_weights, call)
         return out
@@ -179,16 +203,18 @@ class TableBatchedEmbeddingBags(nn.Module):
         """Wait for the device and report every bad id and offset counted so far."""
         self._bad_lookups.flush(self.bad)
 
-    def set_learning_rate(self, lr: float) -> None:
-        """Change the learning rate; captured graphs and compiled models see it at their next step."""
-        try:
-            value = float(lr)
-        except (TypeError, ValueError):
-            raise ValueError(f"lr={lr!r}: expected a number") from None
-        if not math.isfinite(value) or value < 0:
-            raise ValueError(f"lr={lr!r}: expected a finite number >= 0")
-        # .data: a backward whose forward came before reads the present value; it is no autograd event.
-        self.hyper.data[0] = value
+    def set_hyper(self, **values: float | torch.Tensor) -> None:
+        """Change hyper-parameters of the fused optimizer by name: ``lr``, ``eps``, ...
+
+        Captured graphs and compiled models see them at their next step. A one-element tensor is copied, on a GPU
+        without waiting and therefore unchecked. Raises ``ValueError`` for an unknown name or a bad value, and
+        changes nothing then.
+        """
+        hyper_parameters.write(self, hyper_parameters.checked(self, values))
+
+    def set_learning_rate(self, lr: float | torch.Tensor) -> None:
+        """``set_hyper(lr=lr)``."""
+        self.set_hyper(lr=lr)
 
     def split_embedding_weights(self) -> list[torch.Tensor]:
         """The tables, ``[rows, dim]`` views in table order."""
@@ -202,6 +228,36 @@ class TableBatchedEmbeddingBags(nn.Module):
             for into, view in zip(split, views, strict=True):
                 into[spec.name] = view
         return split
+
+    def reset_rows(
+        self,
+        table: str | int,
+        ids: torch.Tensor | Sequence[int],
+        init: Initialiser | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Start rows of a table anew: fresh weights, optimizer state zero. Waits for a GPU.
+
+        Args:
+            table: its name or number.
+            ids: ``[n]`` int32 or int64, or a sequence; a row may be named twice.
+            init: one of ``tbe.init``. Default: what the table was made with.
+            generator: on the tables' device.
+
+        Raises:
+            ValueError: names the table or the first id that is wrong; nothing has been changed.
+        """
+        from .rows import reset_rows
+
+        reset_rows(self, table, ids, init, generator)
+
+    @torch.no_grad()
+    def _initialise(self, chosen: Mapping[str, Initialiser], generator: torch.Generator | None) -> None:
+        for table, view in zip(self.spec.layout.tables, self.split_embedding_weights(), strict=True):
+            if (make := chosen.get(table.name)) is not None:
+                fill_from(view, make, 0, generator)
+                self._init[table.name] = make if make.repeatable else None
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         layout = self.spec.layout
@@ -264,6 +320,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         with torch.no_grad():
             for view, value in copies:
                 view.copy_(value)
+        hyper_parameters.reread(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TableBatchedEmbeddingBags:
         # Asked of empty tensors, so that a refusal leaves the module as it was.
@@ -285,7 +342,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         self._handle = ops.register(self.spec)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_bad_lookups": self._bad_lookups.forked()}
+        return {**self.__dict__, "_bad_lookups": self._bad_lookups.forked(), "_deferred": None}
 
     def extra_repr(self) -> str:
         layout, spec = self.spec.layout, self.spec
