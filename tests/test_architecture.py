@@ -165,7 +165,7 @@ def test_importing_tbe_loads_no_backend_triton_or_dynamo() -> None:
 
 
 def test_training_on_the_cpu_loads_no_triton_or_dynamo() -> None:
-    heavy = ("triton", "utlx_plugin", "tbe_rocm", "torch._dynamo", "torch._inductor")
+    heavy = ("triton", "tbe_tlx", "tbe_rocm", "torch._dynamo", "torch._inductor")
     done = python(TRAIN + LOADED.format(names=heavy))
     assert done.stdout.strip() == "[]", done.stderr
 

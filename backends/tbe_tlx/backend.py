@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -16,8 +15,6 @@ from tbe_triton.configs import config_for
 from tbe_triton.tables import DeviceTables
 
 from . import features, providers
-
-PACKAGED = Path(__file__).parent / "configs_data"
 
 
 class TlxBackend(TritonBackend):
@@ -46,13 +43,15 @@ class TlxBackend(TritonBackend):
         return -1
 
     def configure(self, problem: Problem, caps: Capabilities) -> tuple[DeviceConfig, tuple[str, ...]]:
-        found = find(self.name, caps, PACKAGED) if PACKAGED.is_dir() or caps.config_dir else None
-        config = found or config_for(caps)
+        config, portable = super().configure(problem, caps)
         config = replace(config, fused_programs=assist.fused_programs(caps, config))
-        _, portable = super().configure(problem, caps)
         told = [f"TLX: {caps.tlx_provider}", *assist.notes(caps, config, problem.deterministic)]
         told += [missing_feature(name, caps) for name in assist.FEATURES if name not in caps.tlx_features]
         return config, (*portable, *told)
+
+    def device_config(self, caps: Capabilities) -> DeviceConfig:
+        """The user's file for this backend, else the portable kernels' numbers: the walk is theirs."""
+        return find(self.name, caps, self.packaged) or config_for(caps)
 
     def search_space(self, caps: Capabilities) -> tuple[Knob, ...]:
         own = (

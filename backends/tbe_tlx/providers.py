@@ -14,9 +14,9 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from tbe_core import Capabilities
+from tbe_core import Capabilities, other_vendor
 
-VENDOR = "nvidia"
+VENDORS = frozenset({"nvidia"})
 FIRST_ARCH = 90
 """sm_90: the first with the tensor memory accelerator."""
 
@@ -65,10 +65,11 @@ def misfit(provider: str, triton_version: str | None) -> str | None:
 
 def out_of_question(caps: Capabilities) -> str | None:
     """Why no provider could serve this device, or None. Looks at facts alone."""
+    elsewhere = other_vendor(VENDORS, caps)
+    if elsewhere is not None:
+        return elsewhere
     if caps.triton_interpret:
         return "TLX does not run in Triton's interpreter (TRITON_INTERPRET=1)"
-    if caps.vendor != VENDOR:
-        return f"for NVIDIA GPUs only, and the vendor here is {caps.vendor}"
     if arch_number(caps) < FIRST_ARCH:
         return f"for sm_{FIRST_ARCH} and later only, and {caps.name or 'the device'} is {caps.arch}"
     return None

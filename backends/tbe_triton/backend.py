@@ -22,6 +22,7 @@ from tbe_core.tuning import Knob
 
 from . import configs, sort
 from .carry import Carry, CarryLayout
+from .fused_tier import fused_tier_hazard, without_hazard
 from .shapes import MAX_DIM
 from .tables import DeviceTables, device_tables
 
@@ -46,6 +47,8 @@ class TritonBackend:
     """Forward, exact fused update and per-sample-weight gradient in portable Triton."""
 
     name = "triton"
+    packaged = configs.PACKAGED
+    """The directory of its device files, which are those that name this backend."""
 
     def unavailable(self, caps: Capabilities) -> str | None:
         if caps.triton_version is None:
@@ -73,18 +76,27 @@ class TritonBackend:
         return tuple(reasons)
 
     def configure(self, problem: Problem, caps: Capabilities) -> tuple[DeviceConfig, tuple[str, ...]]:
-        config = configs.config_for(caps)
+        hazard = fused_tier_hazard(caps)
+        config = without_hazard(self.device_config(caps), caps)
         radix = sort.radix_unavailable(caps)
+        fused = f"fused up to {config.fused_programs} programs, else split"
+        long_runs = fused if hazard is None else f"split, never fused, since {hazard}"
         notes = (
-            f"tiers: short runs in one program, long runs fused up to {config.fused_programs} programs, "
-            f"else split; tables of up to {config.dense_rows} rows dense where unweighted bags repeat them",
+            f"tiers: short runs in one program, long runs {long_runs}; tables of up to {config.dense_rows} rows "
+            "dense where unweighted bags repeat them",
             f"sort: by rank up to {config.rank_sort_lookups} lookups, else "
             + ("radix sort of cuda-cccl" if radix is None else f"torch.sort, since {radix}"),
         )
         return config, notes
 
+    def device_config(self, caps: Capabilities) -> DeviceConfig:
+        """The device's numbers, before any rule about them; raises ``DeviceFileError``."""
+        return configs.config_for(caps, self.name, self.packaged)
+
     def search_space(self, caps: Capabilities) -> tuple[Knob, ...]:
-        return configs.search_space(caps)
+        """What ``tbe tune`` tries: nothing that ``configure`` would refuse."""
+        knobs = configs.search_space(caps)
+        return tuple(k for k in knobs if k.field != "fused_programs" or fused_tier_hazard(caps) is None)
 
     def settle(self) -> None:
         sort.settle()
@@ -96,8 +108,11 @@ class TritonBackend:
             launch.check(lookup, device_tables(lookup), bad)
 
     def carry_bytes(self, spec: Spec, config: DeviceConfig, lookups: int, batch: int, weighted: bool) -> int:
-        all_small = small_tables(spec.layout, config) == set(spec.layout.feature_table_map)
-        if all_small and takes_dense_tier(spec, lookups, batch, weighted, config):
+        if not spec.trained:
+            return 0
+        if small_tables(spec, config) == spec.trained and takes_dense_tier(
+            spec, lookups, batch, weighted, config
+        ):
             return 0
         return CarryLayout.of(spec, config, lookups, batch, weighted).nbytes
 
@@ -121,13 +136,22 @@ class TritonBackend:
                 launch.forward_rows(lookup, tables, out, variant)
             return out, torch.empty(0, dtype=torch.uint8, device=device) if ahead is None else ahead.finish()
 
+    def prepare(self, lookup: Lookup) -> torch.Tensor:
+        from . import launch
+
+        tables = device_tables(lookup)
+        with on_device(lookup.weights):
+            ahead = self._sort_ahead(lookup, tables, launch.variant_of(lookup, tables))
+            nothing = torch.empty(0, dtype=torch.uint8, device=lookup.weights.device)
+            return nothing if ahead is None else ahead.finish()
+
     def _sort_ahead(self, lookup: Lookup, tables: DeviceTables, variant: tuple[Any, ...]) -> SortAhead | None:
         from .ahead import SortAhead
 
         dense = tables.dense is not None and _dense(lookup)
-        if dense and tables.all_dense:
+        if (dense and tables.all_dense) or not lookup.spec.trained:
             return None
-        return SortAhead(lookup, tables, tables.sorted_features if dense else tables.linearise, variant)
+        return SortAhead(lookup, tables, tables.sorted_features if dense else tables.trained, variant)
 
     def backward_update(
         self, lookup: Lookup, grad: torch.Tensor, training: Training, carry: torch.Tensor
@@ -135,7 +159,7 @@ class TritonBackend:
         from .dense import update_dense
 
         n, plan = lookup.indices.numel(), lookup.plan
-        if not n:
+        if not n or not lookup.spec.trained:
             return
         tables, grad = device_tables(lookup), grad.contiguous()
         with on_device(grad):
