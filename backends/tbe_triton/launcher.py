@@ -15,6 +15,9 @@ import torch
 
 INT32_MAX = 2**31 - 1
 
+AS_THEY_ARE: set[type] = {int}
+"""Types of arguments that a compiled kernel takes as they are, not by their address."""
+
 _variants: dict[tuple[Any, ...], _Compiled] = {}
 
 Record = Callable[[Any, tuple[Any, ...], int, dict[str, Any]], None]
@@ -99,7 +102,7 @@ def run(
     if stream is None:
         stream = current_stream()
     rows = 1 if len(grid) == 1 else grid[1]
-    found.launch(grid[0], rows, stream, [a if a.__class__ is int else a.data_ptr() for a in args])
+    found.launch(grid[0], rows, stream, [a if a.__class__ in AS_THEY_ARE else a.data_ptr() for a in args])
 
 
 class _Compiled:
@@ -114,7 +117,7 @@ class _Compiled:
         self._kernel, self._constants, self._hooks = kernel, constants, knobs.runtime
         self._run, self._function, self._metadata = kernel.run, kernel.function, kernel.packed_metadata
 
-    def launch(self, columns: int, rows: int, stream: int, arguments: list[int]) -> None:
+    def launch(self, columns: int, rows: int, stream: int, arguments: list[Any]) -> None:
         hooks = self._hooks
         if _hooked(hooks.launch_enter_hook) or _hooked(hooks.launch_exit_hook):
             self._kernel[(columns, rows, 1)](*arguments, *self._constants, stream=stream)
