@@ -86,7 +86,8 @@ def judged_step(emb: tbe.TableBatchedEmbeddingBags, trial: Trial, sizes: Sizes, 
     grad[rows, columns] = flat_grad
     call = Call(trial.indices, padded_offsets(trial, sizes), trial.per_sample_weights, grad)
     tables, states = emb.split_embedding_weights(), emb.split_optimizer_states()
-    verdict = consult(spec, tables, states, emb.hyper.tolist(), call)
+    number = 1 if emb.counter is None else int(emb.counter[0]) + 1
+    verdict = consult(spec, tables, states, emb.hyper.tolist(), call, number)
     ids, ends = trial.indices.to(device, copy=True), trial.offsets.to(device, copy=True)
     weights = None
     if trial.per_sample_weights is not None:
