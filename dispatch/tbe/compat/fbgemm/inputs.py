@@ -1,0 +1,168 @@
+"""FBGEMM_GPU's treatment of a call's inputs: its casts, and what its bounds-check modes do to bad values.
+
+Its modes are not this library's: WARNING and IGNORE write into the caller's tensors, read bad ids as row 0 and
+train row 0. Only this drop-in does that.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from tbe_core.types import PRUNED_ID
+
+from ...bounds import BadLookupWarning
+from .enums import BoundsCheckMode
+
+Sizes = Sequence[Sequence[int]]
+# From the warning to the user's line: check, the module's forward, nn.Module's two call wrappers.
+_FROM_CALL = 6
+
+
+def cast(
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    index_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Offsets in the dtype of indices, weights in fp32. A tensor that needs no cast stays the caller's own.
+
+    Raises:
+        ValueError: an argument is no tensor.
+    """
+    for name, value in (("indices", indices), ("offsets", offsets)):
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name}={type(value).__name__}: expected a torch.Tensor")
+    if index_dtype == torch.int32:
+        indices = indices.to(torch.int32)
+    weights = None if per_sample_weights is None else per_sample_weights.float()
+    return indices, offsets.to(indices.dtype), weights
+
+
+def bag_ends(features: int, offsets: torch.Tensor, sizes: Sizes | None) -> list[int]:
+    """Per feature: the number of bags of the features up to it.
+
+    Raises:
+        ValueError: ``offsets`` has not one entry a bag and one more.
+    """
+    bags = offsets.numel() - 1
+    if sizes is None:
+        if bags < 0 or bags % features:
+            raise ValueError(f"offsets has length {bags + 1}: expected T*B+1 with T={features} features")
+        return [bags // features * (f + 1) for f in range(features)]
+    counts = [sum(of_ranks) for of_ranks in sizes]
+    if len(counts) != features or sum(counts) != bags:
+        raise ValueError(
+            f"batch_size_per_feature_per_rank has {len(counts)} features and {sum(counts)} bags: expected "
+            f"{features} features and {bags} bags, one less than offsets has"
+        )
+    return [sum(counts[: f + 1]) for f in range(features)]
+
+
+def mended(offsets: torch.Tensor, lookups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Offsets within ``[0, N]`` that never decrease and end at N; and how many bags were wrong, 0-d int64.
+
+    The same as FBGEMM_GPU's walk from bag to bag on the CPU, where each wrong bag's two offsets are clamped
+    before the next bag is looked at.
+    """
+    last = offsets[-1:] != lookups
+    wanted = torch.cat([offsets[:-1], torch.full_like(offsets[-1:], lookups)])
+    fixed = wanted.clamp(0, lookups).cummax(0).values.to(offsets.dtype)
+    starts = torch.cat([wanted[:1], fixed[1:-1]]) if offsets.numel() > 1 else wanted[:0]
+    ends = wanted[1:]
+    wrong = (starts < 0) | (starts > ends) | (ends > lookups)
+    return fixed, wrong.sum() + last.sum()
+
+
+def bad_ids(indices: torch.Tensor, offsets: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``[N]`` bool: ids of some bag that are neither -1 nor below their table's rows. Offsets must be in order.
+
+    ``ends``: ``[T]`` bags up to and with each feature; ``rows``: ``[T]``.
+    """
+    position = torch.arange(indices.numel(), device=indices.device, dtype=offsets.dtype)
+    bag = torch.searchsorted(offsets.contiguous(), position, right=True) - 1
+    inside = (bag >= 0) & (bag < offsets.numel() - 1)
+    feature = torch.searchsorted(ends, bag, right=True).clamp(max=rows.numel() - 1)
+    return inside & (indices != PRUNED_ID) & ((indices < 0) | (indices >= rows[feature]))
+
+
+def refuse_bad(
+    indices: torch.Tensor, offsets: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor
+) -> None:
+    """FATAL: raises ``RuntimeError`` naming the first bad offset or id. Waits for a GPU."""
+    n = indices.numel()
+    if int(offsets[-1]) != n:
+        raise RuntimeError(f"offsets[-1]={int(offsets[-1])}: expected {n}, the length of indices")
+    wrong = (offsets < 0) | (offsets > n)
+    wrong[1:] |= offsets[1:] < offsets[:-1]
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0])
+        raise RuntimeError(
+            f"offsets[{at}]={int(offsets[at])}: expected offsets in [0, {n}] that never decrease; "
+            f"{int(wrong.sum())} bad"
+        )
+    bad = bad_ids(indices, offsets, ends, rows)
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        bag = int(torch.searchsorted(offsets.contiguous(), at, right=True)) - 1
+        feature = int(torch.searchsorted(ends, bag, right=True))
+        raise RuntimeError(
+            f"indices[{at}]={int(indices[at])} (feature {feature}): expected an id in [0, {int(rows[feature])}), "
+            f"or -1 for a pruned one; {int(bad.sum())} bad of {n}"
+        )
+
+
+@torch.no_grad()
+def check(
+    mode: BoundsCheckMode,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    ends: list[int],
+    rows: torch.Tensor,
+    counter: torch.Tensor,
+) -> None:
+    """FATAL raises and changes nothing. WARNING and IGNORE mend both tensors in place; WARNING counts in ``counter``.
+
+    ``counter`` is int64 ``[1]``; on the CPU a Python warning tells, on a GPU nothing waits and the count is all.
+    """
+    if mode is BoundsCheckMode.NONE:
+        return
+    feature_ends = torch.tensor(ends, device=indices.device)
+    if mode is BoundsCheckMode.FATAL:
+        refuse_bad(indices, offsets, feature_ends, rows)
+        return
+    fixed, wrong_bags = mended(offsets, indices.numel())
+    bad = bad_ids(indices, fixed, feature_ends, rows)
+    count = wrong_bags + bad.sum()
+    if mode is BoundsCheckMode.WARNING:
+        counter.copy_(count)
+    if indices.device.type == "cpu":
+        found = int(count)
+        if not found:
+            return
+        if mode is BoundsCheckMode.WARNING:
+            warnings.warn(
+                f"{found} ids or offsets out of range: the ids were set to 0, which trains row 0, and the offsets "
+                "into range, in the tensors of the call. BoundsCheckMode.FATAL names the first one",
+                BadLookupWarning,
+                stacklevel=_FROM_CALL,
+            )
+    # .data: the same tensors may be in an earlier call's graph, where good values have not changed.
+    offsets.data.copy_(fixed)
+    indices.data.masked_fill_(bad, 0)
+
+
+def without_lead(
+    indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Lookups before ``offsets[0]`` belong to no bag: left out on the CPU, pruned on a GPU, where nothing waits."""
+    if indices.device.type != "cpu":
+        position = torch.arange(indices.numel(), device=indices.device, dtype=offsets.dtype)
+        return torch.where(position < offsets[:1], PRUNED_ID, indices), offsets, per_sample_weights
+    first = int(offsets[0]) if offsets.numel() else 0
+    if first <= 0:
+        return indices, offsets, per_sample_weights
+    weights = None if per_sample_weights is None else per_sample_weights[first:]
+    return indices[first:], offsets - first, weights
