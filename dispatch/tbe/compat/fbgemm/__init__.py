@@ -3,6 +3,7 @@
 ``docs/fbgemm.md`` says what is served, what is refused and what differs.
 """
 
+from .dense import DenseTableBatchedEmbeddingBagsCodegen
 from .enums import (
     BoundsCheckMode,
     CacheAlgorithm,
@@ -22,6 +23,7 @@ __all__ = [
     "BoundsCheckMode",
     "CacheAlgorithm",
     "ComputeDevice",
+    "DenseTableBatchedEmbeddingBagsCodegen",
     "EmbOptimType",
     "EmbeddingLocation",
     "OptimType",
