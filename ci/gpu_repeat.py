@@ -6,6 +6,7 @@ Usage: python ci/gpu_repeat.py [REPEATS] [WORKLOAD ...]; workloads are those of 
 from __future__ import annotations
 
 import sys
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ DEFAULT = ("band_10k", "zipf_1m", "hot_100", "mixed_dims", "small_batch")
 
 
 def snapshot(built: Built) -> list[torch.Tensor]:
-    return [t.clone() for t in (*built.tables(), *built.states())]
+    return [t.clone() for t in (*built.tables(), *chain.from_iterable(built.states()))]
 
 
 def repeats(workload: Workload, device: torch.device, times: int) -> None:

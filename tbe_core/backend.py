@@ -98,6 +98,9 @@ class Backend(Protocol):
             ``[carry_bytes(...)]`` for the backward when ``carry`` is set, else ``[0]``.
         """
 
+    def prepare(self, lookup: Lookup) -> torch.Tensor:
+        """What ``forward(lookup, True)`` returns for the backward, without the forward."""
+
     def backward_update(
         self, lookup: Lookup, grad: torch.Tensor, training: Training, carry: torch.Tensor
     ) -> None:

@@ -74,6 +74,14 @@ class Reference:
                     )
         return out
 
+    def _clipped(self, grad: torch.Tensor) -> torch.Tensor:
+        """In fp64; clipped at the limit as the gradient's dtype holds it."""
+        limit = self.spec.gradient_clipping
+        if limit is not None:
+            held = float(torch.tensor(limit, dtype=torch.float64).to(grad.dtype))
+            grad = torch.where(grad.abs() > held, grad.sign() * min(held, torch.finfo(grad.dtype).max), grad)
+        return grad.detach().cpu().double()
+
     def _bag_grad(self, grad: torch.Tensor, feature: int, bag: int, n: int) -> torch.Tensor:
         if self.spec.pooling == "none":
             return grad[n]
@@ -94,13 +102,15 @@ class Reference:
         Nothing is rounded: a table's dtype and its rounding are not the reference's business.
         """
         layout, optimizer = self.spec.layout, self.spec.optimizer
-        indices, offsets, grad = indices.cpu(), offsets.cpu(), grad.detach().cpu().double()
+        indices, offsets, grad = indices.cpu(), offsets.cpu(), self._clipped(grad)
         weights = None if weights is None else weights.detach().cpu().double()
         batch = (offsets.numel() - 1) // layout.features
         lengths = self._lengths(offsets)
         sums: list[dict[int, torch.Tensor]] = [{} for _ in layout.tables]
         for feature, bag, positions in self._bags(indices, offsets):
             table = layout.feature_table_map[feature]
+            if table in self.spec.frozen:
+                continue
             for n in positions:
                 scale = self._scale(weights, n, lengths[feature * batch + bag])
                 g = self._bag_grad(grad, feature, bag, n) * scale
@@ -120,7 +130,7 @@ class Reference:
     ) -> torch.Tensor:
         """``[N]`` fp64; 0 where the id contributes nothing."""
         layout = self.spec.layout
-        indices, offsets, grad = indices.cpu(), offsets.cpu(), grad.detach().cpu().double()
+        indices, offsets, grad = indices.cpu(), offsets.cpu(), self._clipped(grad)
         batch = (offsets.numel() - 1) // layout.features
         lengths = self._lengths(offsets)
         out = torch.zeros(indices.numel(), dtype=torch.float64)

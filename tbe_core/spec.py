@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,6 +27,10 @@ class Spec:
     bounds_check: BoundsCheck = "warn"
     deterministic: bool = True
     stochastic_rounding: bool = False
+    gradient_clipping: float | None = None
+    """Elements of the output's gradient are clamped to [-x, x] before anything is made of them."""
+    frozen: tuple[int, ...] = ()
+    """Numbers of the tables that are looked up and never stepped, ascending."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.optimizer, Optimizer):
@@ -45,6 +50,11 @@ class Spec:
             raise ValueError(
                 f"pooling='none' with dims {list(self.layout.dims)}: expected one dim for all features"
             )
+        limit = self.gradient_clipping
+        if limit is not None and not (type(limit) is float and 0 < limit < math.inf):
+            raise ValueError(f"gradient_clipping={limit!r}: expected a finite float > 0, or None")
+        if list(self.frozen) != sorted({*self.frozen} & {*range(len(self.layout.tables))}):
+            raise ValueError(f"frozen={self.frozen!r}: expected distinct table numbers, ascending")
 
     def __hash__(self) -> int:
         # Kept: hashing every table on every call would cost the host more than a launch.
@@ -54,13 +64,19 @@ class Spec:
     def handle(self) -> int:
         """A 62-bit number that names this description, the same in every process."""
         text = repr((self.layout, self.optimizer, self.pooling, self.weights_dtype, self.output_dtype,
-                     self.bounds_check, self.deterministic, self.stochastic_rounding))  # fmt: skip
+                     self.bounds_check, self.deterministic, self.stochastic_rounding, self.gradient_clipping,
+                     self.frozen))  # fmt: skip
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
     @property
     def counts_steps(self) -> bool:
         """Whether a step depends on how many came before."""
         return self.optimizer.COUNTS_STEPS or self.stochastic_rounding
+
+    @cached_property
+    def trained(self) -> frozenset[int]:
+        """The tables that a step may change: looked up and not frozen."""
+        return frozenset(self.layout.feature_table_map) - {*self.frozen}
 
     @cached_property
     def output_width(self) -> int:

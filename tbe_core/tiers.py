@@ -11,7 +11,6 @@ import enum
 from dataclasses import dataclass
 
 from .config import DeviceConfig
-from .layout import Layout
 from .spec import Spec
 from .types import Capabilities
 
@@ -49,9 +48,9 @@ def route(lookups: int, config: DeviceConfig, caps: Capabilities, warps: int = 1
     return Route(stretch, programs, Tier.FUSED if programs <= config.fused_programs else Tier.SPLIT)
 
 
-def small_tables(layout: Layout, config: DeviceConfig) -> frozenset[int]:
-    """The looked-up tables that are small enough for the dense tier."""
-    return frozenset(t for t in layout.feature_table_map if layout.tables[t].rows <= config.dense_rows)
+def small_tables(spec: Spec, config: DeviceConfig) -> frozenset[int]:
+    """The tables that a step may change and that are small enough for the dense tier."""
+    return frozenset(t for t in spec.trained if spec.layout.tables[t].rows <= config.dense_rows)
 
 
 def takes_dense_tier(spec: Spec, lookups: int, batch: int, weighted: bool, config: DeviceConfig) -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 
 from .dtypes import INDEX_DTYPES, SAMPLE_WEIGHT_DTYPES, names
@@ -55,8 +59,12 @@ def check_inputs(
             raise ValueError("per_sample_weights with pooling='none': expected None, nothing is pooled")
 
 
-def check_offset_values(spec: Spec, offsets: torch.Tensor, lookups: int) -> None:
+def check_offset_values(
+    spec: Spec, offsets: torch.Tensor, lookups: int, bags: Sequence[int] | None = None
+) -> None:
     """Offsets start at 0, never decrease and end at the number of indices. Reads values.
+
+    ``bags``: how many each feature has; default: all as many.
 
     Raises:
         ValueError: names the offending position, feature and bag.
@@ -67,10 +75,12 @@ def check_offset_values(spec: Spec, offsets: torch.Tensor, lookups: int) -> None
     lengths = offsets.diff()
     if bool((lengths < 0).any()):
         at = int((lengths < 0).nonzero()[0])
-        batch = (offsets.numel() - 1) // spec.layout.features
+        features = spec.layout.features
+        firsts = [0, *accumulate(bags or [(offsets.numel() - 1) // features] * features)]
+        feature = bisect_right(firsts, at) - 1
         raise ValueError(
-            f"offsets[{at + 1}]={int(offsets[at + 1])} after {int(offsets[at])} (feature {at // batch}, bag "
-            f"{at % batch}): expected offsets that never decrease"
+            f"offsets[{at + 1}]={int(offsets[at + 1])} after {int(offsets[at])} (feature {feature}, bag "
+            f"{at - firsts[feature]}): expected offsets that never decrease"
         )
     if last != lookups:
         raise ValueError(f"offsets[-1]={last}: expected {lookups}, the length of indices")

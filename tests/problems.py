@@ -12,6 +12,7 @@ from judge import Call, consult, same_bits
 
 import tbe
 from tbe import policy, registry
+from tbe.eager import clipped
 from tbe_core import Absent, DeviceConfig, Lookup, Optimizer, Table, Training
 from tbe_core.dtypes import INDEX_DTYPES, OUTPUT_DTYPES, SAMPLE_WEIGHT_DTYPES, WEIGHT_DTYPES
 from tbe_core.optimizers import REGISTRY, WEIGHT_DECAY_MODES
@@ -42,6 +43,8 @@ class Trial:
     """States start at zero, as in a new module; otherwise at uniform [0, 1)."""
     seed: int = 0
     stochastic_rounding: bool = False
+    gradient_clipping: float | None = None
+    frozen: tuple[int, ...] = ()
 
     def module(self, backend: str, device: str) -> tbe.TableBatchedEmbeddingBags:
         """A module with normal(0, 1) rows: an update of lr 0.5 then changes a row by its own size."""
@@ -57,7 +60,9 @@ class Trial:
             device=device,
             stochastic_rounding=self.stochastic_rounding,
             rounding_seed=self.seed,
+            gradient_clipping=self.gradient_clipping,
         )
+        emb.freeze(*(self.tables[t].name for t in self.frozen))
         generator = torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
             # The whole storage, padding between tables included: a write there must show.
@@ -116,7 +121,10 @@ def step(
         if weights is not None:
             weights.requires_grad_(need_grad)
         out = emb(passed["indices"], passed["offsets"], weights)
-        out.backward(passed["grad"])
+        if out.requires_grad:
+            out.backward(passed["grad"])
+        else:
+            assert not emb.spec.trained, "nothing is frozen, and no backward"
         outcome = Outcome(out.detach(), None if weights is None else weights.grad)
     for name, tensor in given.items():
         if tensor is not None:
@@ -136,10 +144,11 @@ def _step_by_contract(
     plan = replace(plan, config=config)
     lookup = Lookup(emb.spec, plan, emb.weights.data, indices, offsets, weights)
     out, carry = backend.forward(lookup, True)
-    weight_grad = None if weights is None else backend.per_sample_weight_grad(lookup, passed["grad"])
+    grad = clipped(emb.spec, passed["grad"])
+    weight_grad = None if weights is None else backend.per_sample_weight_grad(lookup, grad)
     training = Training(tuple(emb.states), emb.hyper, emb.counter)
     training.advance()
-    backend.backward_update(lookup, passed["grad"], training, carry)
+    backend.backward_update(lookup, grad, training, carry)
     return Outcome(out, weight_grad)
 
 
@@ -169,7 +178,9 @@ def step_and_compare(
         assert outcome.weight_grad is None
     verdict.judge_tables(tables)
     verdict.judge_states(states)
-    assert emb.counter is None or int(emb.counter[0]) == step_number
+    # Where every table is frozen the module takes no step.
+    stepped = config is not None or bool(emb.spec.trained)
+    assert emb.counter is None or int(emb.counter[0]) == step_number - (not stepped)
     _check_untouched(emb, before, verdict.touched)
 
 
@@ -289,6 +300,8 @@ def trials(draw: st.DrawFn) -> Trial:
         draw(st.booleans()),
         seed,
         weights_dtype != F32 and draw(st.booleans()),
+        draw(st.sampled_from((None, None, 0.4, 1e-3, 1e6))),
+        tuple(t for t in range(count) if draw(st.sampled_from((False, False, True)))),
     )
 
 

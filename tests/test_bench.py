@@ -30,6 +30,7 @@ from tbe.bench.runner import Runner, RunOptions
 from tbe.bench.store import Store
 from tbe.bench.workloads import TAGS, Workload, catalogue, select
 from tbe.cli.bench import bench_app
+from tbe_core.optimizers import RowwiseAdagrad
 
 CPU = torch.device("cpu")
 KNOWN = {workload.name: workload for workload in catalogue()}
@@ -57,12 +58,12 @@ def test_documented_parameters(name: str) -> None:
     assert shape == DOCUMENTED[name]
     assert w.varying == (name == "zipf_1m")
     assert (w.weights_dtype, w.output_dtype, w.index_dtype) == (torch.float16, torch.float32, torch.int64)
-    assert (w.lr, w.eps, w.pooling, w.weighted) == (0.01, 1e-8, "sum", False)
+    assert (w.optimizer.lr, w.optimizer.eps, w.pooling, w.weighted) == (0.01, 1e-8, "sum", False)
 
 
 def test_catalogue_is_complete() -> None:
     assert len(KNOWN) == len(catalogue())
-    counts = {"base": 11, "weighted": 7, "fp16_output": 10, "variant": 9, "published": 2}
+    counts = {"base": 11, "weighted": 7, "fp16_output": 10, "variant": 9, "optimizer": 6, "published": 2}
     assert {tag: len(select(tag)) for tag in TAGS} == counts and sum(counts.values()) == len(KNOWN)
     mlperf, mixed = KNOWN["mlperf_dlrm2"], KNOWN["mixed_dims"]
     assert (mlperf.features, mlperf.batch, sum(mlperf.lengths)) == (26, 8192, 214)
@@ -77,7 +78,8 @@ def test_published_workloads_are_as_published() -> None:
     """FBGEMM's option defaults, and the totals of the command in TorchRec's pull request 4548."""
     w = KNOWN["fbgemm_published"]
     assert (w.rows, w.dims, w.batch, w.lengths) == ((100_000,) * 32, (128,) * 32, 512, (20,) * 32)
-    assert (w.weights_dtype, w.output_dtype, w.lr, w.eps) == (torch.float32, torch.float32, 0.1, 0.1)
+    assert (w.weights_dtype, w.output_dtype) == (torch.float32, torch.float32)
+    assert w.optimizer == RowwiseAdagrad(lr=0.1, eps=0.1)
     w = KNOWN["torchrec_66"]
     assert (w.features, w.batch, sum(w.dims), sum(w.lengths)) == (66, 294_912, 5492, 1015)
     assert (max(w.rows), w.rows[26], w.dims[26], w.rows[-3:]) == (16_992_630, 16_992_630, 64, (2, 2, 2))

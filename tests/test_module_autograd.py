@@ -116,6 +116,7 @@ def test_operators_pass_torch_s_own_checks(pooling: str, weighted: bool, optimiz
 def test_every_operator_is_checked_above() -> None:
     schemas = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("tbe::")}
     checked = {"lookup", "backward_update", "check", "per_sample_weight_grad"}
+    checked |= {"vbe_offsets", "vbe_flatten", "vbe_unflatten"}  # in test_vbe.py
     assert schemas == {f"tbe::{name}" for name in checked}
 
 

@@ -60,7 +60,10 @@ class CpuBackend:
         for part in group_lookups(lookup):
             pooled = _gather(part, lookup) if none else _pool(part, lookup)
             part.scatter_columns(out, pooled)
-        return out, torch.empty(0, dtype=torch.uint8)
+        return out, self.prepare(lookup)
+
+    def prepare(self, lookup: Lookup) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
 
     def backward_update(
         self, lookup: Lookup, grad: torch.Tensor, training: Training, carry: torch.Tensor
@@ -68,7 +71,7 @@ class CpuBackend:
         optimizer = lookup.spec.optimizer
         step, seed = NO_COUNTER if training.counter is None else training.counter.unbind()
         hyper = Hyper(tuple(training.hyper.unbind()), optimizer.HYPER, step)
-        for part in group_lookups(lookup):
+        for part in group_lookups(lookup, lookup.spec.frozen):
             keys, order = part.rows.sort(stable=True)
             touched, lengths = keys.unique_consecutive(return_counts=True)
             if not touched.numel():

@@ -117,12 +117,12 @@ def _features_by_group(layout: Layout) -> tuple[tuple[Group, tuple[int, ...]], .
     return tuple(by_group)
 
 
-def _limits(lookup: Lookup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per lookup: its bag, its feature and its table's number of rows, ``[N]`` each."""
+def _limits(lookup: Lookup, frozen: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per lookup: its bag, its feature and its table's number of rows (0 if ``frozen``), ``[N]`` each."""
     layout = lookup.spec.layout
     bags = torch.repeat_interleave(lookup.offsets.long().diff())
     features = bags // max(lookup.batch, 1)
-    rows = torch.tensor([layout.feature_table(f).rows for f in range(layout.features)])
+    rows = torch.tensor([0 if t in frozen else layout.tables[t].rows for t in layout.feature_table_map])
     return bags, features, rows[features]
 
 
@@ -133,11 +133,11 @@ def bad_ids(lookup: Lookup) -> torch.Tensor:
     return (indices < PRUNED_ID) | (indices >= limits)
 
 
-def group_lookups(lookup: Lookup) -> Iterator[GroupLookup]:
-    """One ``GroupLookup`` a dim, ascending."""
+def group_lookups(lookup: Lookup, frozen: tuple[int, ...] = ()) -> Iterator[GroupLookup]:
+    """One ``GroupLookup`` a dim, ascending; the lookups of ``frozen`` tables are left out."""
     layout, batch = lookup.spec.layout, lookup.batch
     lengths = lookup.offsets.long().diff()
-    bags, features_of, limits = _limits(lookup)
+    bags, features_of, limits = _limits(lookup, frozen)
     indices = lookup.indices[: bags.numel()].long()
     valid = (indices >= 0) & (indices < limits)
     for group, features in _features_by_group(layout):

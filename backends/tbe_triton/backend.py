@@ -96,8 +96,11 @@ class TritonBackend:
             launch.check(lookup, device_tables(lookup), bad)
 
     def carry_bytes(self, spec: Spec, config: DeviceConfig, lookups: int, batch: int, weighted: bool) -> int:
-        all_small = small_tables(spec.layout, config) == set(spec.layout.feature_table_map)
-        if all_small and takes_dense_tier(spec, lookups, batch, weighted, config):
+        if not spec.trained:
+            return 0
+        if small_tables(spec, config) == spec.trained and takes_dense_tier(
+            spec, lookups, batch, weighted, config
+        ):
             return 0
         return CarryLayout.of(spec, config, lookups, batch, weighted).nbytes
 
@@ -121,13 +124,22 @@ class TritonBackend:
                 launch.forward_rows(lookup, tables, out, variant)
             return out, torch.empty(0, dtype=torch.uint8, device=device) if ahead is None else ahead.finish()
 
+    def prepare(self, lookup: Lookup) -> torch.Tensor:
+        from . import launch
+
+        tables = device_tables(lookup)
+        with on_device(lookup.weights):
+            ahead = self._sort_ahead(lookup, tables, launch.variant_of(lookup, tables))
+            nothing = torch.empty(0, dtype=torch.uint8, device=lookup.weights.device)
+            return nothing if ahead is None else ahead.finish()
+
     def _sort_ahead(self, lookup: Lookup, tables: DeviceTables, variant: tuple[Any, ...]) -> SortAhead | None:
         from .ahead import SortAhead
 
         dense = tables.dense is not None and _dense(lookup)
-        if dense and tables.all_dense:
+        if (dense and tables.all_dense) or not lookup.spec.trained:
             return None
-        return SortAhead(lookup, tables, tables.sorted_features if dense else tables.linearise, variant)
+        return SortAhead(lookup, tables, tables.sorted_features if dense else tables.trained, variant)
 
     def backward_update(
         self, lookup: Lookup, grad: torch.Tensor, training: Training, carry: torch.Tensor
@@ -136,7 +148,7 @@ class TritonBackend:
         from .update import update
 
         n, plan = lookup.indices.numel(), lookup.plan
-        if not n:
+        if not n or not lookup.spec.trained:
             return
         tables, grad = device_tables(lookup), grad.contiguous()
         with on_device(grad):

@@ -61,15 +61,15 @@ class DeviceTables:
             dtype=torch.int64,
             device=device,
         )
-        small = small_tables(layout, config)
+        small = small_tables(spec, config)
         self.dense = DenseTables(layout, small, device) if small else None
         """The small tables, which may take the dense tier."""
-        self.all_dense = small == set(layout.feature_table_map)
-        self.sorted_features = self.linearise.clone()
-        """``linearise`` where the small tables have no rows: their lookups are left to the dense tier."""
-        for f, t in enumerate(layout.feature_table_map):
-            if t in small:
-                self.sorted_features[f, 0] = 0
+        self.all_dense = small == spec.trained
+        self._all_small = all(layout.tables[t].rows <= config.dense_rows for t in layout.feature_table_map)
+        self.trained = self._without_rows(layout, frozenset(spec.frozen))
+        """``linearise`` where frozen tables have no rows: the update leaves their lookups out."""
+        self.sorted_features = self._without_rows(layout, small.union(spec.frozen))
+        """``trained`` where the small tables have no rows either: the dense tier steps them."""
         self.forward = [
             torch.tensor(
                 [
@@ -92,6 +92,11 @@ class DeviceTables:
         self._features = layout.features
         self._cuts: dict[tuple[int, ...], _Cut] = {}
 
+    def _without_rows(self, layout: Layout, tables: frozenset[int]) -> torch.Tensor:
+        """``linearise`` in which no id of ``tables`` is valid."""
+        keep = [[int(t not in tables), 1, 1] for t in layout.feature_table_map]
+        return self.linearise * torch.tensor(keep, device=self.linearise.device)
+
     def forward_for(self, lookups: int, batch: int) -> tuple[ForwardShape, ...]:
         """The launches of a forward, by the average length and the number of its bags.
 
@@ -99,7 +104,7 @@ class DeviceTables:
         """
         config = self._config
         short = lookups < config.forward_short_length * batch * self._features
-        short |= self.all_dense or lookups >= config.forward_short_lookups
+        short |= self._all_small or lookups >= config.forward_short_lookups
         return self.forward_short_shapes if short else self.forward_shapes
 
     def cut(self, lookups: int) -> tuple[_Cut, list[Route]]:

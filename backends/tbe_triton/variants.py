@@ -186,7 +186,7 @@ def _size(variant: Variant, tier: Tier, config: DeviceConfig, caps: Capabilities
 
     def right() -> bool:
         if tier is Tier.DENSE:
-            small = bool(small_tables(spec.layout, config))
+            small = bool(small_tables(spec, config))
             return small and takes_dense_tier(spec, lookups, batch, variant.weighted, config)
         chosen = route(lookups, config, caps)
         return chosen.long_runs is tier and (tier is Tier.FUSED or chosen.stretch == config.stretch)

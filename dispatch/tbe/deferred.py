@@ -14,7 +14,7 @@ from torch import nn
 
 from tbe_core.types import PRUNED_ID
 
-from .eager import Call
+from .eager import Call, clipped
 
 UNIT = 2.0**-40
 """The probe's gradient while all is finite: ``GradScaler.unscale_`` multiplies it like any gradient, which tells
@@ -62,7 +62,10 @@ class Deferred:
             factor = factor / scale
         skip = None if found is None else found.reshape(()) > 0
         for call, grad, carry in calls:
-            grad, lookup, training = grad.float() * factor, call.lookup, call.training
+            lookup, training = call.lookup, call.training
+            if training is None:  # a call that steps no table is not kept
+                continue
+            grad = clipped(lookup.spec, grad.float() * factor)
             training.advance()
             if skip is None:
                 call.backend.backward_update(lookup, grad, training, carry)
@@ -70,7 +73,7 @@ class Deferred:
             lookup = replace(lookup, indices=torch.where(skip, PRUNED_ID, lookup.indices))
             grad = torch.where(skip, 0.0, grad)
             # What the training forward prepared has the lookups sorted as they were.
-            carry = call.backend.forward(lookup, True)[1]
+            carry = call.backend.prepare(lookup)
             call.backend.backward_update(lookup, grad, training, carry)
             if training.counter is not None:  # a skipped step is none
                 training.counter.select(0, 0).sub_(skip.to(torch.int64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from tbe_core.types import BoundsCheck, Pooling
 from tbe_core.validate import check_inputs
 
 from . import hyper as hyper_parameters
-from . import ops, policy
+from . import ops, policy, vbe_ops
+from .accumulate import COMPILED, Accumulator
 from .bounds import BadLookups
 from .deferred import Deferred
 from .eager import Call, TrainingLookup
 from .init import DEFAULT_STD, UNWRITTEN, Init, Initialiser, fill_from, normal, per_table
+from .options import checked_limit, mask_gradient, wants_gradient, with_frozen
 
 NOT_COMPILED = "a module with FusedOptimizer(defer=True) inside torch.compile: expected an uncompiled call"
 
@@ -45,6 +48,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         stochastic_rounding: float16 and bfloat16 tables only: a stepped row is rounded to one of its two
             neighbours at random, so that small steps are not lost on average. Without: to nearest.
         rounding_seed: of its random numbers, which depend on seed, step, row and column alone.
+        gradient_clipping: clamp every element of the output's gradient to [-x, x] before it is summed into rows
+            or becomes a gradient of ``per_sample_weights``. Default: no clamp.
         init: what rows start from: one of ``tbe.init`` for all tables, or a mapping by table name. Default, for
             tables that are left out too: normal(0, 0.01).
         generator: of the random values, on ``device``. Default: torch's own.
@@ -71,6 +76,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         deterministic: bool = True,
         stochastic_rounding: bool = False,
         rounding_seed: int = 0,
+        gradient_clipping: float | None = None,
         init: Init | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -78,7 +84,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         layout = Layout.make(tables, feature_table_map)
         self.spec = Spec(
             layout, optimizer, pooling, weights_dtype, output_dtype, bounds_check, bool(deterministic),
-            bool(stochastic_rounding),
+            bool(stochastic_rounding), checked_limit(gradient_clipping),
         )  # fmt: skip
         if (
             isinstance(rounding_seed, bool)
@@ -91,8 +97,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         if where.type == "cuda" and where.index is None:
             where = torch.device("cuda", torch.cuda.current_device())
         policy.plan_for(self.spec.problem(), where, policy.request(backend))
-        self._handle = ops.register(self.spec)
-        self._bad_lookups = BadLookups()
+        self._respecify(self.spec)
+        self._bad_lookups, self._accumulator = BadLookups(), Accumulator()
         # By table name: what reset_rows draws again; None where that was a tensor.
         self._init: dict[str, Initialiser | None] = {}
         chosen = {} if init is None else per_table(init, layout.tables, weights_dtype)
@@ -137,6 +143,9 @@ class TableBatchedEmbeddingBags(nn.Module):
         indices: torch.Tensor,
         offsets: torch.Tensor,
         per_sample_weights: torch.Tensor | None = None,
+        *,
+        feature_requires_grad: torch.Tensor | None = None,
+        batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
     ) -> torch.Tensor:
         """Look up and pool.
 
@@ -145,27 +154,44 @@ class TableBatchedEmbeddingBags(nn.Module):
             offsets: ``[T*B+1]`` int32 or int64, feature-major: bag (t, b) is
                 ``indices[offsets[t*B+b] : offsets[t*B+b+1]]``.
             per_sample_weights: ``[N]`` factors, multiplied in fp32; differentiable.
+            feature_requires_grad: ``[T]`` bool or numbers; where zero, the feature's ``per_sample_weights`` get
+                the gradient 0. The tables train as without it.
+            batch_size_per_feature_per_rank: ``[T][R]`` ints on the host: how many bags each feature has of each
+                rank. ``offsets`` then has one entry a bag and one more, a feature's ranks in order.
 
         Returns:
-            ``[B, sum of feature dims]``, feature t at its running column; ``[N, D]`` with pooling none.
+            ``[B, sum of feature dims]``, feature t at its running column; ``[N, D]`` with pooling none; flat, by
+            rank, feature, bag and element, with ``batch_size_per_feature_per_rank``.
 
         Raises:
             ValueError: an input is wrong; nothing has been changed.
         """
         asked = policy.request(self.requested_backend)
-        training = self.hook.requires_grad and torch.is_grad_enabled()
+        training = self._trains and self.hook.requires_grad and torch.is_grad_enabled()
+        eager = not torch.compiler.is_compiling() and (
+            self._deferred is not None or not torch._C._len_torch_dispatch_stack()
+        )
+        flatten = None
+        if batch_size_per_feature_per_rank is not None:
+            sizes = batch_size_per_feature_per_rank
+            offsets, flatten = vbe_ops.enter(self._handle, self.weights.device, indices, offsets, sizes, eager)
         if not torch.compiler.is_compiling():
             check_inputs(self.spec, self.weights.device, indices, offsets, per_sample_weights)
-            if self._deferred is not None or not torch._C._len_torch_dispatch_stack():
-                return self._eager(indices, offsets, per_sample_weights, asked, training)
+        if feature_requires_grad is not None:
+            per_sample_weights = mask_gradient(self.spec, offsets, per_sample_weights, feature_requires_grad)
+        if eager:
+            out = self._eager(indices, offsets, per_sample_weights, asked, training)
+            return out if flatten is None else flatten(out)
+        if training and self._accumulator.block is not None:
+            raise RuntimeError(COMPILED)
         if training and self._deferred is not None:
             raise RuntimeError(NOT_COMPILED)
         self._check(indices, offsets, asked)
-        out: torch.Tensor = torch.ops.tbe.lookup(
+        out = torch.ops.tbe.lookup(
             self.weights, self.states, self.hyper, self.counter, self.hook, indices, offsets, per_sample_weights,
             self._handle, asked, training,
         )[0]  # fmt: skip
-        return out
+        return out if flatten is None else flatten(out)
 
     def _eager(
         self,
@@ -182,10 +208,10 @@ class TableBatchedEmbeddingBags(nn.Module):
             self.spec, weights.device, indices.dtype, offsets.dtype, per_sample_weights is not None, asked
         )
         lookup = Lookup(self.spec, plan, weights, indices, offsets, per_sample_weights)
-        if not training:
+        if not training and not wants_gradient(per_sample_weights):
             return backend.forward(lookup, False)[0]
-        update = Training(tuple(self.states), self.hyper, self.counter)
-        call = Call(backend, lookup, update, self._deferred)
+        stepped = Training(tuple(self.states), self.hyper, self.counter) if training else None
+        call = Call(backend, lookup, stepped, self._accumulator, self._deferred)
         apply: Any = TrainingLookup.apply
         out: torch.Tensor = apply(self.hook, per_sample_weights, call)
         return out
@@ -198,6 +224,37 @@ class TableBatchedEmbeddingBags(nn.Module):
         torch.ops.tbe.check(self.weights, indices, offsets, self.bad, self._handle, asked)
         if mode == "warn" and not torch.compiler.is_compiling():
             self._bad_lookups.poll(self.bad)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Names of the frozen tables, in table order."""
+        return tuple(self.spec.layout.tables[t].name for t in self.spec.frozen)
+
+    def freeze(self, *names: str) -> None:
+        """Step these tables no more: they are looked up as before, and rows and state keep their bits.
+
+        Not part of a checkpoint, as ``requires_grad`` is not. Raises ``ValueError`` for a name of no table.
+        """
+        self._respecify(with_frozen(self.spec, names, True))
+
+    def unfreeze(self, *names: str) -> None:
+        """Let these tables train again. Raises ``ValueError`` for a name of no table."""
+        self._respecify(with_frozen(self.spec, names, False))
+
+    def _respecify(self, spec: Spec) -> None:
+        self.spec, self._handle = spec, ops.register(spec)
+        # Kept beside the spec: a compiled module reads it, and guards on it.
+        self._trains = bool(spec.trained)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Micro-batches: keep the backwards of this block and step once at its end, as one large batch does.
+
+        The block's lookups see the tables as they were before it. Where it raises, nothing is stepped.
+        ``per_sample_weights`` get their gradients at each backward. Ids and output gradients are held until the
+        end. Raises ``RuntimeError`` for a block inside a block, a compiled training call in it, and a backward
+        after it of a lookup made in it.
+        """
+        return self._accumulator.collect()
 
     def flush(self) -> None:
         """Wait for the device and report every bad id and offset counted so far."""

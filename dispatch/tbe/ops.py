@@ -15,7 +15,7 @@ from tbe_core import Lookup, Spec, Training
 from tbe_core.validate import check_index_values, check_inputs, check_offset_values
 
 from . import policy
-from .eager import SECOND_BACKWARD
+from .eager import SECOND_BACKWARD, clipped
 
 _library = torch.library.Library("tbe", "DEF")
 _library.define(
@@ -41,6 +41,11 @@ def register(spec: Spec) -> int:
     """Enter a spec; returns the handle that the operators take, the same in every process."""
     _specs[spec.handle] = spec
     return spec.handle
+
+
+def spec_of(handle: int) -> Spec:
+    """The spec of a handle."""
+    return _specs[handle]
 
 
 def _lookup_of(
@@ -157,24 +162,36 @@ def _check(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    weights, states, hyper, counter, _, indices, offsets, per_sample_weights, spec, backend, _ = inputs
+    weights, states, hyper, counter, _, indices, offsets, per_sample_weights, spec, backend, training = inputs
     ctx.save_for_backward(weights, hyper, counter, indices, offsets, per_sample_weights, output[1], *states)
-    ctx.spec, ctx.backend, ctx.consumed = spec, backend, False
+    ctx.spec, ctx.backend, ctx.training, ctx.consumed = spec, backend, training, False
 
 
 def _backward(ctx: Any, grad: torch.Tensor, _: None) -> tuple[Any, ...]:
     if ctx.consumed:
         raise RuntimeError(SECOND_BACKWARD)
     weights, hyper, counter, indices, offsets, per_sample_weights, carry, *states = ctx.saved_tensors
+    grad = clipped(_specs[ctx.spec], grad)
     weight_grad = None
     if per_sample_weights is not None and ctx.needs_input_grad[7]:
         weight_grad = torch.ops.tbe.per_sample_weight_grad(
             grad, weights, indices, offsets, per_sample_weights, ctx.spec, ctx.backend
         )
-    torch.ops.tbe.backward_update(
-        grad, weights, states, hyper, counter, indices, offsets, per_sample_weights, carry, ctx.spec, ctx.backend
-    )
-    ctx.consumed = True
+    if ctx.training:
+        torch.ops.tbe.backward_update(
+            grad,
+            weights,
+            states,
+            hyper,
+            counter,
+            indices,
+            offsets,
+            per_sample_weights,
+            carry,
+            ctx.spec,
+            ctx.backend,
+        )
+        ctx.consumed = True
     return None, [None] * len(states), None, None, None, None, None, weight_grad, None, None, None
 
 

@@ -113,7 +113,8 @@ def resized(
     for old, new in zip(spec.layout.tables, tables, strict=True):
         if new.rows > old.rows and chosen[new.name] is None:
             raise ValueError(f"init=None: table {new.name!r} was made from a tensor, expected an initialiser")
-    options: dict[str, Any] = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name != "layout"}
+    kept = (f.name for f in fields(spec) if f.name not in ("layout", "frozen"))
+    options: dict[str, Any] = {name: getattr(spec, name) for name in kept}
     grown = TableBatchedEmbeddingBags(
         tables,
         spec.layout.feature_table_map,
@@ -122,6 +123,7 @@ def resized(
         device=emb.weights.device,
         init=UNWRITTEN,
     )
+    grown.freeze(*emb.frozen)
     with torch.no_grad():
         targets = grown._named_views()
         for name, view in emb._named_views().items():

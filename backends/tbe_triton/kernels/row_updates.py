@@ -79,7 +79,7 @@ def bias_correction(beta, steps):
     s = (beta - 1.0) / (beta + 1.0)
     q = s * s
     series = 1.0 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11 + q * (1 / 13 + q / 15))))))
-    x = steps * tl.where(beta >= 0.5, 2.0 * s * series, tl.log(beta))
+    x = steps * tl.where(beta >= 0.5, 2.0 * s * series, tl.log(tl.maximum(beta, 1e-30)))
     near = x * (1.0 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x / 5040))))))
     return tl.where(x > -0.35, -near, 1.0 - tl.exp(x))
 

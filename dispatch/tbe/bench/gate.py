@@ -17,6 +17,7 @@ from tbe.bench.implementations import Built
 from tbe.bench.inputs import Inputs, feature_bounds
 from tbe.bench.profile import Profile
 from tbe.bench.workloads import Workload
+from tbe_core.optimizers import Hyper
 
 SAMPLE = 4096  # bags and rows over all features
 _LEAST = 64  # bags and rows a feature, however many features there are
@@ -146,14 +147,14 @@ class Start:
 
     lookups: Tensor
     weights: Tensor
-    state: Tensor
+    states: list[Tensor]
 
 
 @torch.no_grad()
 def remember(built: Built, sample: list[FeatureSample]) -> list[Start]:
     """Copy what the check needs of the values before the step."""
     views = zip(built.tables(), built.states(), sample, strict=True)
-    return [Start(w[s.lookup_rows], w[s.rows], state[s.rows]) for w, state, s in views]
+    return [Start(w[s.lookup_rows], w[s.rows], [state[s.rows] for state in states]) for w, states, s in views]
 
 
 @torch.no_grad()
@@ -163,11 +164,11 @@ def judge(
     """Compare the output ``out`` and what ``built`` now holds with the fp64 computation, after one step."""
     forward = weight = state = 0.0
     views = zip(sample, before, built.tables(), built.states(), strict=True)
-    for feature, (s, start, table, sums) in enumerate(views):
+    for feature, (s, start, table, states) in enumerate(views):
         column = workload.columns[feature]
         got = out[:, column : column + workload.dims[feature]][s.bags]
         forward = max(forward, _forward_error(s, start, got))
-        errors = _update_errors(workload, s, start, table[s.rows], sums[s.rows])
+        errors = _update_errors(workload, s, start, table[s.rows], [x[s.rows] for x in states])
         weight, state = max(weight, errors[0]), max(state, errors[1])
     return Verdict(forward, weight, state, _reason(workload, forward, weight, state))
 
@@ -194,23 +195,37 @@ def _forward_error(s: FeatureSample, start: Start, got: Tensor) -> float:
 
 
 def _update_errors(
-    workload: Workload, s: FeatureSample, start: Start, weights: Tensor, state: Tensor
+    workload: Workload, s: FeatureSample, start: Start, weights: Tensor, states: list[Tensor]
 ) -> tuple[float, float]:
-    """Worst weight error in units of the allowance, and worst relative state error."""
-    square = s.gradient.square().mean(dim=1)
-    expected_state = start.state.double() + square
-    rate = (workload.lr / (expected_state.sqrt() + workload.eps)).unsqueeze(1)
-    expected = start.weights.double() - rate * s.gradient
+    """Worst weight error in units of the allowance, and worst relative state error, of an operator's first
+    step."""
+    optimizer = workload.optimizer
+    # As fp32, which is what every operator computes with.
+    hyper = torch.tensor(optimizer.hyper_values(), device=weights.device).double().unbind()
+    before = start.weights.double()
+    expected_states = [state.double() for state in start.states]
+    named = {kind.name: state for kind, state in zip(optimizer.STATE, expected_states, strict=True)}
+    first = torch.ones((), dtype=torch.int64, device=weights.device)
+    expected = optimizer.step_rows(before.clone(), s.gradient, named, Hyper(hyper, optimizer.HYPER, first))
     allowed = torch.maximum(half_ulp(expected, weights.dtype), half_ulp(weights.double(), weights.dtype))
-    allowed += ARITHMETIC * (expected.abs() + start.weights.double().abs())
+    allowed += ARITHMETIC * (expected.abs() + before.abs())
     # A sum with cancellation is only as good as its terms: the row's RMS stands in for small elements.
-    allowed += UPDATE_TOLERANCE * rate * (s.gradient.abs() + square.sqrt().unsqueeze(1))
+    allowed += UPDATE_TOLERANCE * _with_row(expected - before)
     touched = s.touched.unsqueeze(1)
-    expected = torch.where(touched, expected, start.weights.double())
+    expected = torch.where(touched, expected, before)
     allowed = torch.where(touched, allowed, 0.0)  # untouched rows are bit-identical
-    expected_state = torch.where(s.touched, expected_state, start.state.double())
-    slack = torch.where(s.touched, expected_state, 0.0)
-    return _worst(weights.double() - expected, allowed), _worst(state.double() - expected_state, slack)
+    worst = 0.0
+    for got, old, new in zip(states, start.states, expected_states, strict=True):
+        of_row = s.touched if got.dim() == 1 else touched
+        right = torch.where(of_row, new, old.double())
+        slack = torch.where(of_row, new.abs() if got.dim() == 1 else _with_row(new), 0.0)
+        worst = max(worst, _worst(got.double() - right, slack))
+    return _worst(weights.double() - expected, allowed), worst
+
+
+def _with_row(values: Tensor) -> Tensor:
+    """Magnitudes [R, D], each with its row's RMS added."""
+    return values.abs() + values.square().mean(dim=1, keepdim=True).sqrt()
 
 
 def half_ulp(values: Tensor, dtype: torch.dtype) -> Tensor:

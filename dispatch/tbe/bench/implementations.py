@@ -34,8 +34,8 @@ class Built(Protocol):
     def tables(self) -> list[Tensor]:
         """Views of the weights, [rows, dim] each, in table order."""
 
-    def states(self) -> list[Tensor]:
-        """Views of row-wise Adagrad's sums, fp32 [rows] each."""
+    def states(self) -> list[list[Tensor]]:
+        """Views of a table's optimizer states, fp32 [rows] or [rows, dim], in the order of its ``STATE``."""
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Pooled output, [B, sum of dims]."""
@@ -72,10 +72,11 @@ class Implementation(Protocol):
 def load(built: Built, seed: int) -> None:
     """Fill tables and state in place with the values that ``seed`` names, the same for every implementation:
     weights normal(0, 0.01), state uniform [0, 1e-6)."""
-    for number, (table, state) in enumerate(zip(built.tables(), built.states(), strict=True)):
+    for number, (table, states) in enumerate(zip(built.tables(), built.states(), strict=True)):
         generator = torch.Generator(table.device).manual_seed(seed * 10_007 + number)
         table.normal_(0.0, WEIGHT_STD, generator=generator)
-        state.uniform_(0.0, STATE_HIGH, generator=generator)
+        for state in states:
+            state.uniform_(0.0, STATE_HIGH, generator=generator)
 
 
 class _OursBuilt:
@@ -86,8 +87,8 @@ class _OursBuilt:
     def tables(self) -> list[Tensor]:
         return list(self._emb.split_embedding_weights())
 
-    def states(self) -> list[Tensor]:
-        return [state["sum"].view(-1) for state in self._emb.split_optimizer_states()]
+    def states(self) -> list[list[Tensor]]:
+        return [list(state.values()) for state in self._emb.split_optimizer_states()]
 
     def forward(self, inputs: Inputs) -> Tensor:
         out: Tensor = self._emb(inputs.indices, inputs.offsets, inputs.per_sample_weights)
@@ -127,7 +128,7 @@ class Ours:
         emb = tbe.TableBatchedEmbeddingBags(
             [tbe.Table(f"t{number}", rows, dim) for number, (rows, dim) in enumerate(shapes)],
             pooling=workload.pooling,
-            optimizer=tbe.RowwiseAdagrad(lr=workload.lr, eps=workload.eps),
+            optimizer=workload.optimizer,
             weights_dtype=workload.weights_dtype,
             output_dtype=workload.output_dtype,
             bounds_check=workload.bounds_check,

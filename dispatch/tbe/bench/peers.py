@@ -12,11 +12,17 @@ from torch import Tensor
 from tbe.bench.implementations import Built, Implementation, package_version
 from tbe.bench.inputs import Inputs
 from tbe.bench.workloads import Workload, dtype_name
+from tbe_core.optimizers import RowwiseAdagrad
 
 _FBGEMM_MODULE = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
 _FBGEMM_COMMON = "fbgemm_gpu.split_table_batched_embeddings_ops_common"
 _FBGEMM_CONFIGS = "fbgemm_gpu.split_embedding_configs"
 _SPARSE_TYPES = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"}
+_FBGEMM_OPTIMIZERS = {
+    "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD",
+    "adam": "ADAM",
+    "partial_rowwise_adam": "PARTIAL_ROWWISE_ADAM",
+}
 _BOUNDS_CHECKS = {"none": "NONE", "warn": "WARNING", "ignore": "IGNORE", "error": "FATAL"}
 
 
@@ -26,16 +32,23 @@ def peers() -> list[Implementation]:
 
 
 class _FbgemmBuilt:
-    def __init__(self, emb: Any, bounds_check: str) -> None:
-        self._emb = emb
-        self.detail = f"SplitTableBatchedEmbeddingBagsCodegen, EXACT_ROWWISE_ADAGRAD, {bounds_check}"
+    def __init__(self, emb: Any, workload: Workload, bounds_check: str) -> None:
+        self._emb, self._workload = emb, workload
+        optimizer = _FBGEMM_OPTIMIZERS[workload.optimizer.NAME]
+        self.detail = f"SplitTableBatchedEmbeddingBagsCodegen, {optimizer}, {bounds_check}"
 
     def tables(self) -> list[Tensor]:
         return list(self._emb.split_embedding_weights())
 
-    def states(self) -> list[Tensor]:
-        # One entry a table: a sequence of its states, of which row-wise Adagrad has one.
-        return [state[0].view(-1) for state in self._emb.split_optimizer_states()]
+    def states(self) -> list[list[Tensor]]:
+        kinds = self._workload.optimizer.STATE
+        return [
+            [
+                state.view(-1) if kind.kind == "row" else state.view(-1, dim)
+                for kind, state in zip(kinds, states, strict=True)
+            ]
+            for dim, states in zip(self._workload.dims, self._emb.split_optimizer_states(), strict=True)
+        ]
 
     def forward(self, inputs: Inputs) -> Tensor:
         weights = inputs.per_sample_weights
@@ -48,7 +61,7 @@ class _FbgemmBuilt:
 
 @dataclass
 class Fbgemm:
-    """FBGEMM_GPU's table-batched embedding with its fused exact row-wise Adagrad: tables in device memory, no
+    """FBGEMM_GPU's table-batched embedding with its fused optimizer: tables in device memory, no
     cache, no stochastic rounding, the bounds check that the workload asks for. On the CPU its CPU operator."""
 
     name: str = "fbgemm"
@@ -67,6 +80,8 @@ class Fbgemm:
         return None
 
     def unsupported(self, workload: Workload) -> str | None:
+        if workload.optimizer.NAME not in _FBGEMM_OPTIMIZERS:
+            return f"optimizer {workload.optimizer.NAME} is not compared, only {', '.join(_FBGEMM_OPTIMIZERS)}"
         odd = sorted({dim for dim in workload.dims if dim % 4})
         return f"dims must be multiples of 4, got {odd}" if odd else None
 
@@ -77,11 +92,15 @@ class Fbgemm:
         compute = training.ComputeDevice.CUDA if device.type == "cuda" else training.ComputeDevice.CPU
         bounds_check = getattr(common.BoundsCheckMode, _BOUNDS_CHECKS[workload.bounds_check])
         shapes = zip(workload.rows, workload.dims, strict=True)
+        types = importlib.import_module(_FBGEMM_CONFIGS).EmbOptimType
+        optimizer = workload.optimizer
+        hyper = dict(zip(optimizer.HYPER, optimizer.hyper_values(), strict=True))
+        hyper["learning_rate"] = hyper.pop("lr")
+        hyper = {name: value for name, value in hyper.items() if name != "max_norm"}
         emb = training.SplitTableBatchedEmbeddingBagsCodegen(
             [(rows, dim, location, compute) for rows, dim in shapes],
-            optimizer=importlib.import_module(_FBGEMM_CONFIGS).EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-            learning_rate=workload.lr,
-            eps=workload.eps,
+            optimizer=getattr(types, _FBGEMM_OPTIMIZERS[optimizer.NAME]),
+            **hyper,
             weights_precision=getattr(sparse_type, _SPARSE_TYPES[workload.weights_dtype]),
             output_dtype=getattr(sparse_type, _SPARSE_TYPES[workload.output_dtype]),
             pooling_mode=getattr(common.PoolingMode, workload.pooling.upper()),
@@ -89,7 +108,7 @@ class Fbgemm:
             stochastic_rounding=False,
             device=device,
         )
-        return _FbgemmBuilt(emb, f"BoundsCheckMode.{bounds_check.name}")
+        return _FbgemmBuilt(emb, workload, f"BoundsCheckMode.{bounds_check.name}")
 
 
 class _TorchBuilt:
@@ -113,8 +132,8 @@ class _TorchBuilt:
     def tables(self) -> list[Tensor]:
         return [bag.weight.detach() for bag in self._bags]
 
-    def states(self) -> list[Tensor]:
-        return self._sums
+    def states(self) -> list[list[Tensor]]:
+        return [[total] for total in self._sums]
 
     def forward(self, inputs: Inputs) -> Tensor:
         batch, outs = self._workload.batch, []
@@ -144,7 +163,9 @@ class _TorchBuilt:
         gradient = weight.grad.coalesce()
         rows, values = gradient.indices()[0], gradient.values()
         total.index_add_(0, rows, values.square().mean(dim=1))
-        scale = self._workload.lr / (total[rows].sqrt() + self._workload.eps)
+        optimizer = self._workload.optimizer
+        assert isinstance(optimizer, RowwiseAdagrad)
+        scale = optimizer.lr / (total[rows].sqrt() + optimizer.eps)
         weight.index_add_(0, rows, values * scale.unsqueeze(1), alpha=-1.0)
         weight.grad = None
 
@@ -164,6 +185,8 @@ class TorchEmbeddingBag:
         return None
 
     def unsupported(self, workload: Workload) -> str | None:
+        if not isinstance(workload.optimizer, RowwiseAdagrad):
+            return f"its step is row-wise Adagrad's, not {workload.optimizer.NAME}'s"
         if workload.weighted and workload.pooling != "sum":
             return f"EmbeddingBag takes per-sample weights with sum only, not {workload.pooling}"
         if workload.bounds_check != "none":

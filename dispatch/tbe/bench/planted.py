@@ -10,6 +10,7 @@ from torch import Tensor
 from tbe.bench.implementations import Built
 from tbe.bench.inputs import Inputs
 from tbe.bench.workloads import Workload
+from tbe_core.optimizers import RowwiseAdagrad
 
 # Each fault, and which of the gate's checks must find it.
 FAULTS = {
@@ -37,8 +38,8 @@ class PlantedBuilt:
     def tables(self) -> list[Tensor]:
         return self._tables
 
-    def states(self) -> list[Tensor]:
-        return self._states
+    def states(self) -> list[list[Tensor]]:
+        return [[state] for state in self._states]
 
     def _lookups(self, feature: int) -> tuple[Tensor, Tensor, Tensor]:
         offsets = self.inputs.offsets[feature * self.w.batch : (feature + 1) * self.w.batch + 1].long()
@@ -78,7 +79,8 @@ class PlantedBuilt:
             sums = kept + g[rows].square().mean(1)
             if self.fault != "stale state":
                 state[rows] = sums.float()
-            rate = self.w.lr / (sums.sqrt() + self.w.eps)
+            assert isinstance(self.w.optimizer, RowwiseAdagrad)
+            rate = self.w.optimizer.lr / (sums.sqrt() + self.w.optimizer.eps)
             new = table[rows].double() - rate.unsqueeze(1) * g[rows]
             if self.fault == "weights off by an ulp":
                 new = new * (1 + torch.finfo(table.dtype).eps)

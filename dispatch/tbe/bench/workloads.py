@@ -16,13 +16,17 @@ from typing import Any
 import torch
 
 from tbe.bench.errors import SelectionError
+from tbe_core.optimizers import Adam, Optimizer, PartialRowwiseAdam, RowwiseAdagrad
 from tbe_core.types import BoundsCheck, Pooling
 
 UNIFORM, DISTINCT, ZIPF = "uniform", "distinct", "zipf"
 
+ADAGRAD = RowwiseAdagrad(lr=0.01, eps=1e-8)
+ADAMS = (Adam(lr=0.01, eps=1e-8), PartialRowwiseAdam(lr=0.01, eps=1e-8))
+
 BASE, WEIGHTED, FP16_OUTPUT = "base", "weighted", "fp16_output"
-VARIANT, PUBLISHED = "variant", "published"
-TAGS = (BASE, WEIGHTED, FP16_OUTPUT, VARIANT, PUBLISHED)
+VARIANT, OPTIMIZER, PUBLISHED = "variant", "optimizer", "published"
+TAGS = (BASE, WEIGHTED, FP16_OUTPUT, VARIANT, OPTIMIZER, PUBLISHED)
 
 BOUNDS_WARN = "bounds_warn"  # suffix of the variant that checks every id, as its peers then do too
 
@@ -55,9 +59,8 @@ class Workload:
     ``rows`` and ``dims`` are per table, ``batch`` the bags a feature, ``lengths`` the lookups a bag for
     each feature: exactly that many, or uniform integers in [0, 2L] when ``varying``. ``ids`` is
     ``uniform``, ``distinct`` (no row twice in a batch) or ``zipf`` with exponent ``zipf_exponent`` (above
-    1). Ids are all in range, whatever ``bounds_check`` looks for. The optimizer is exact row-wise Adagrad
-    with ``lr`` and ``eps``. Raises ``ValueError`` when the
-    tuples disagree.
+    1). Ids are all in range, whatever ``bounds_check`` looks for. Raises
+    ``ValueError`` when the tuples disagree.
     """
 
     name: str
@@ -74,8 +77,7 @@ class Workload:
     output_dtype: torch.dtype = torch.float32
     index_dtype: torch.dtype = torch.int64
     bounds_check: BoundsCheck = "none"
-    lr: float = 0.01
-    eps: float = 1e-8
+    optimizer: Optimizer = ADAGRAD
     tags: tuple[str, ...] = (BASE,)
     scale: float = 1.0
 
@@ -135,8 +137,8 @@ class Workload:
             "output_dtype": dtype_name(self.output_dtype),
             "index_dtype": dtype_name(self.index_dtype),
             "bounds_check": self.bounds_check,
-            "lr": self.lr,
-            "eps": self.eps,
+            "optimizer": self.optimizer.NAME,
+            **dict(zip(self.optimizer.HYPER, self.optimizer.hyper_values(), strict=True)),
         }
 
     def summary(self) -> str:
@@ -148,6 +150,7 @@ class Workload:
         parts += ["weighted"] if self.weighted else []
         parts += [self.pooling] if self.pooling != "sum" else []
         parts += [dtype_name(self.index_dtype)] if self.index_dtype != torch.int64 else []
+        parts += [self.optimizer.NAME] if self.optimizer.NAME != ADAGRAD.NAME else []
         parts += [f"bounds check {self.bounds_check}"] if self.bounds_check != "none" else []
         return ", ".join(parts)
 
@@ -189,7 +192,8 @@ def _base() -> list[Workload]:
 
 def _variants(base: Iterable[Workload]) -> list[Workload]:
     """Weighted for every regime of run lengths and for mixed widths; fp16 output wherever every table has the
-    same width; other dtypes and mean for two small ones; checked ids for one that fills the device."""
+    same width; other dtypes and mean for two small ones; Adam, whole and row-wise, for three; checked ids for one
+    that fills the device."""
     by_name = {workload.name: workload for workload in base}
     weighted = ("fbgemm_default", "uniform_10m", "band_10k", "zipf_1m", "hot_100", "mixed_dims", "mlperf_dlrm2")
     out = [_like(by_name[name], "weighted", WEIGHTED, weighted=True) for name in weighted]
@@ -203,6 +207,11 @@ def _variants(base: Iterable[Workload]) -> list[Workload]:
             _like(by_name[name], "int32_indices", VARIANT, index_dtype=torch.int32),
             _like(by_name[name], "mean", VARIANT, pooling="mean"),
         ]
+    # fp32: FBGEMM's Adam fails on fp16 tables.
+    for name in ("fbgemm_default", "band_10k", "zipf_1m"):
+        for adam in ADAMS:
+            changes = {"weights_dtype": torch.float32, "optimizer": adam}
+            out.append(_like(by_name[name], adam.NAME, OPTIMIZER, **changes))
     out.append(_like(by_name["uniform_10m"], BOUNDS_WARN, VARIANT, bounds_check="warn"))
     return out
 
@@ -215,10 +224,11 @@ def _like(shape: Workload, suffix: str, tag: str, **changes: Any) -> Workload:
 def _published() -> list[Workload]:
     """Others' benchmarks: FBGEMM's with every option left at its default, and the 66 tables of a benchmark
     command that TorchRec published. That command names no dtypes and no learning rate: they are this list's."""
+    defaults = RowwiseAdagrad(lr=0.1, eps=0.1)
     fbgemm = _even("fbgemm_published", 32, 100_000, 128, 512, 20)
     torchrec = Workload("torchrec_66", _TORCHREC_ROWS, _TORCHREC_DIMS, 294_912, _TORCHREC_LENGTHS)
     return [
-        replace(fbgemm, weights_dtype=torch.float32, lr=0.1, eps=0.1, tags=(PUBLISHED,)),
+        replace(fbgemm, weights_dtype=torch.float32, optimizer=defaults, tags=(PUBLISHED,)),
         replace(torchrec, tags=(PUBLISHED,)),
     ]
 
