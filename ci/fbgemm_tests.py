@@ -2,9 +2,8 @@
 
     python ci/fbgemm_tests.py PATH [--original] [pytest's arguments]
 
-PATH is ``fbgemm_gpu/test`` in a checkout of FBGEMM. Needs ``fbgemm_gpu`` installed: its tests make their inputs and
-references with it. Tests that pytest's arguments do not select are those of the modules; the operator checks that
-FBGEMM generates for its own operators are left out. docs/fbgemm.md has the results.
+PATH is ``fbgemm_gpu/test`` in a checkout of FBGEMM. Needs ``fbgemm_gpu`` installed: its tests make their inputs
+and references with it. The checks that FBGEMM generates of its own operators are left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the tests of the FBGEMM drop-in share: the real modules where they can be imported, and inputs for both."""
+"""What the tests of the FBGEMM drop-in share: the real modules, if they can be imported, and inputs for both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ else:
 needs_fbgemm = pytest.mark.skipif(REAL is None, reason=WHY)
 SPECS = ((10, 8), (50, 4), (7, 16))
 MAP = (0, 1, 1, 2)
-"""Tables 0 and 2 have one feature, table 1 two. FBGEMM's CPU module wants the features of a table side by side."""
+"""Table 1 has two features. FBGEMM's CPU module wants the features of a table side by side."""
 BAGS = 6
 
 

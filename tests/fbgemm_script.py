@@ -1,4 +1,4 @@
-"""A program for FBGEMM's CPU module that knows nothing of this library; a test replaces its imports and no more."""
+"""A program for FBGEMM's CPU module that knows nothing of this library; a test replaces its imports."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ batch = 32
 lengths = torch.randint(0, 6, (4 * batch,))
 offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 per_feature = lengths.view(4, batch).sum(dim=1).tolist()
-indices = torch.cat([torch.randint(0, r, (n,)) for r, n in zip(rows, per_feature)])
+indices = torch.cat([torch.randint(0, r, (n,)) for r, n in zip(rows, per_feature, strict=True)])
 weights = torch.rand(len(indices))
 labels = torch.rand(batch).round()
 losses = []

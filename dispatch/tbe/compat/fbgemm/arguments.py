@@ -114,9 +114,7 @@ def checked_map(feature_table_map: Sequence[int] | None, tables: int) -> list[in
     return found
 
 
-def placed(
-    specs: Sequence[tuple[int, int, Any, Any]], names: Sequence[str] | None, device: Any
-) -> Placed:
+def placed(specs: Sequence[tuple[int, int, Any, Any]], names: Sequence[str] | None, device: Any) -> Placed:
     """Check ``embedding_specs``.
 
     Raises:
@@ -141,5 +139,7 @@ def placed(
     kind = "cpu" if computes[0] is ComputeDevice.CPU else "cuda"
     where = torch.device(kind if device is None else device)
     if where.type != kind:
-        raise ValueError(f"device={device!r}: expected a {kind} device, as embedding_specs ask for {computes[0]!r}")
+        raise ValueError(
+            f"device={device!r}: expected a {kind} device, as embedding_specs ask for {computes[0]!r}"
+        )
     return Placed(tables, locations[0], where)

@@ -13,13 +13,15 @@ from typing import Annotated
 import torch
 import typer
 
+from tbe.module import TableBatchedEmbeddingBags
 from tbe_core import Layout
 from tbe_core.dtypes import STATE_DTYPE
 from tbe_core.optimizers import REGISTRY, Optimizer
 
-from ...module import TableBatchedEmbeddingBags
-from . import arguments, state
+from . import arguments, optimizers, state
 from .enums import EmbeddingLocation
+
+app = typer.Typer(add_completion=False)
 
 State = Mapping[str, torch.Tensor]
 SUFFIXES = {name: location for location, name in arguments.LOCATIONS.items()}
@@ -90,22 +92,30 @@ def to_native(
         value, expected = _entry(fbgemm, f"{name}_{suffix}"), state.starts(layout, kind)[-1]
         if value.numel() != expected:
             raise ValueError(
-                f"{name}_{suffix} has {value.numel()} values: expected {expected}, which {type(optimizer).__name__} "
-                "has"
+                f"{name}_{suffix} has {value.numel()} values: expected {expected}, as "
+                f"{type(optimizer).__name__} has"
             )
         for table, view in zip(layout.tables, state.unflatten(layout, kind, value), strict=True):
             found[f"{table.name}.{spec.name}"] = view
     return found
 
 
-def from_native(emb: TableBatchedEmbeddingBags, location: EmbeddingLocation | None = None) -> dict[str, torch.Tensor]:
+def from_native(
+    emb: TableBatchedEmbeddingBags, location: EmbeddingLocation | None = None
+) -> dict[str, torch.Tensor]:
     """A state dict that FBGEMM_GPU's fused module and the drop-in with the same tables load.
 
     Args:
         emb: the module; its optimizer must be one that FBGEMM_GPU has.
-        location: ``HOST`` or ``DEVICE``, where the loading module's tables are. Default: as ``emb``'s are.
+        location: ``HOST`` or ``DEVICE``: where the loading module's tables are. Default: as ``emb``'s are.
+
+    Raises:
+        ValueError: FBGEMM_GPU has not this optimizer.
     """
     layout, optimizer, dtype = emb.spec.layout, emb.spec.optimizer, emb.spec.weights_dtype
+    if type(optimizer) not in optimizers.CLASSES.values():
+        known = ", ".join(cls.__name__ for cls in optimizers.CLASSES.values())
+        raise ValueError(f"emb has the optimizer {optimizer}: expected one of FBGEMM_GPU's, {known}")
     on_cpu = emb.weights.device.type == "cpu"
     where = location or (EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE)
     suffix = arguments.LOCATIONS[where]
@@ -136,13 +146,14 @@ def relocated(fbgemm: State, location: EmbeddingLocation) -> dict[str, torch.Ten
     return found
 
 
+@app.command()
 def convert_file(
     source: Annotated[Path, typer.Argument(help="A state dict of FBGEMM_GPU's fused module, by torch.save.")],
     target: Annotated[Path, typer.Argument(help="The file to write, for torch.load.")],
     to: Annotated[str, typer.Option(help="native: this library's names; host or dev: FBGEMM_GPU's.")],
     optimizer: Annotated[str, typer.Option(help="With native: which one, such as rowwise_adagrad.")] = "",
     lr: Annotated[float, typer.Option(help="With native: the learning rate to write.")] = 0.01,
-    prefix: Annotated[str, typer.Option(help="In front of the module's names; others are kept as they are.")] = "",
+    prefix: Annotated[str, typer.Option(help="In front of the module's names; others stay.")] = "",
 ) -> None:
     """Convert a checkpoint of FBGEMM_GPU's fused module, or of the drop-in."""
     if to not in ("native", *SUFFIXES):
@@ -160,4 +171,4 @@ def convert_file(
 
 
 if __name__ == "__main__":
-    typer.run(convert_file)
+    app()

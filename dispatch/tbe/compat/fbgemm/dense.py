@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tbe import ops, policy, vbe_ops
+from tbe.options import mask_gradient
 from tbe_core import Layout, Lookup, Spec, Training
 from tbe_core.optimizers import SGD
 from tbe_core.validate import check_inputs
 
-from ... import ops, policy, vbe_ops
-from ...options import mask_gradient
 from . import arguments, inputs, state
 from .enums import EmbeddingLocation, PoolingMode, SparseType, member
 
@@ -26,7 +26,7 @@ STRUCTURE = ("D_offsets", "feature_dims", "hash_size_cumsum", "weights_offsets")
 
 
 def to_storage(layout: Layout, value: torch.Tensor) -> torch.Tensor:
-    """From tables one after another to this library's order: the same tensor where the orders agree, else a copy."""
+    """From tables one after another to this library's order: the same tensor where the orders agree."""
     if state.in_order(layout, "element"):
         return value
     storage = value.new_zeros(layout.total_elements)

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
+from tbe.bounds import BadLookupWarning
 from tbe_core.types import PRUNED_ID
 
-from ...bounds import BadLookupWarning
 from .enums import BoundsCheckMode
 
 Sizes = Sequence[Sequence[int]]
-# From the warning to the user's line: check, the module's forward, nn.Module's two call wrappers.
-_FROM_CALL = 6
+# From the warning to the user's line: report, check, its no_grad, the module's own two, nn.Module's two.
+_FROM_CALL = 8
 
 
 def cast(
@@ -88,9 +88,7 @@ def bad_ids(indices: torch.Tensor, offsets: torch.Tensor, ends: torch.Tensor, ro
     return inside & (indices != PRUNED_ID) & ((indices < 0) | (indices >= rows[feature]))
 
 
-def refuse_bad(
-    indices: torch.Tensor, offsets: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor
-) -> None:
+def refuse_bad(indices: torch.Tensor, offsets: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) -> None:
     """FATAL: raises ``RuntimeError`` naming the first bad offset or id. Waits for a GPU."""
     n = indices.numel()
     if int(offsets[-1]) != n:
@@ -109,9 +107,19 @@ def refuse_bad(
         bag = int(torch.searchsorted(offsets.contiguous(), at, right=True)) - 1
         feature = int(torch.searchsorted(ends, bag, right=True))
         raise RuntimeError(
-            f"indices[{at}]={int(indices[at])} (feature {feature}): expected an id in [0, {int(rows[feature])}), "
-            f"or -1 for a pruned one; {int(bad.sum())} bad of {n}"
+            f"indices[{at}]={int(indices[at])} (feature {feature}): expected an id in "
+            f"[0, {int(rows[feature])}), or -1 for a pruned one; {int(bad.sum())} bad of {n}"
         )
+
+
+def report(found: int, depth: int) -> None:
+    """Warn of so many bad values; ``depth`` frames from ``warnings.warn`` is the user's line."""
+    warnings.warn(
+        f"{found} ids or offsets out of range: the ids were set to 0, which trains row 0, and the offsets into "
+        "range, in the tensors of the call. BoundsCheckMode.FATAL names the first one",
+        BadLookupWarning,
+        stacklevel=depth,
+    )
 
 
 @torch.no_grad()
@@ -122,10 +130,12 @@ def check(
     ends: list[int],
     rows: torch.Tensor,
     counter: torch.Tensor,
+    total: torch.Tensor,
 ) -> None:
-    """FATAL raises and changes nothing. WARNING and IGNORE mend both tensors in place; WARNING counts in ``counter``.
+    """FATAL raises and changes nothing. WARNING and IGNORE mend both tensors in place.
 
-    ``counter`` is int64 ``[1]``; on the CPU a Python warning tells, on a GPU nothing waits and the count is all.
+    WARNING counts this call's bad values in ``counter`` and adds them to ``total``, int64 ``[1]`` each. On the
+    CPU a Python warning tells at once; on a GPU nothing waits, and ``flush`` tells.
     """
     if mode is BoundsCheckMode.NONE:
         return
@@ -138,17 +148,13 @@ def check(
     count = wrong_bags + bad.sum()
     if mode is BoundsCheckMode.WARNING:
         counter.copy_(count)
+        total.add_(count)
     if indices.device.type == "cpu":
         found = int(count)
         if not found:
             return
         if mode is BoundsCheckMode.WARNING:
-            warnings.warn(
-                f"{found} ids or offsets out of range: the ids were set to 0, which trains row 0, and the offsets "
-                "into range, in the tensors of the call. BoundsCheckMode.FATAL names the first one",
-                BadLookupWarning,
-                stacklevel=_FROM_CALL,
-            )
+            report(found, _FROM_CALL)
     # .data: the same tensors may be in an earlier call's graph, where good values have not changed.
     offsets.data.copy_(fixed)
     indices.data.masked_fill_(bad, 0)
@@ -157,7 +163,7 @@ def check(
 def without_lead(
     indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Lookups before ``offsets[0]`` belong to no bag: left out on the CPU, pruned on a GPU, where nothing waits."""
+    """Lookups before ``offsets[0]`` are in no bag: left out on the CPU, pruned on a GPU, where nothing waits."""
     if indices.device.type != "cpu":
         position = torch.arange(indices.numel(), device=indices.device, dtype=offsets.dtype)
         return torch.where(position < offsets[:1], PRUNED_ID, indices), offsets, per_sample_weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import tbe_core.optimizers as ours
@@ -72,7 +73,7 @@ def make(optimizer: Any, learning_rate: float, args: OptimizerArgs) -> ours.Opti
     return cls(lr=learning_rate, **values)
 
 
-def effective(optimizer: ours.Optimizer, values: dict[str, float]) -> dict[str, float]:
+def effective(optimizer: ours.Optimizer, values: Mapping[str, float]) -> dict[str, float]:
     """Those of ``values`` that the optimizer reads."""
     read = {*optimizer.HYPER}
     if isinstance(optimizer, ours.RowwiseAdagrad) and optimizer.weight_decay_mode == "none":

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...init import UNWRITTEN
-from ...module import TableBatchedEmbeddingBags
+from tbe.init import UNWRITTEN
+from tbe.module import TableBatchedEmbeddingBags
+from tbe_core.optimizers import StateKind
+
 from . import arguments, inputs, optimizers, state
 from .enums import (
     BoundsCheckMode,
@@ -147,7 +149,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(nn.Module):
         )
         layout = self.tables.spec.layout
         self.total_D, self.max_D = layout.output_width, max(self.dims)
-        self.register_buffer("bounds_check_warning", torch.zeros(1, dtype=torch.int64, device=placed.device))
+        for name, kept in (("bounds_check_warning", True), ("bad_values", False)):
+            self.register_buffer(name, torch.zeros(1, dtype=torch.int64, device=placed.device), persistent=kept)
         described = state.structure(layout, self.tables.spec.optimizer, dtype, placed.location)
         self._described = tuple(described)
         for name, value in described.items():
@@ -159,18 +162,18 @@ class SplitTableBatchedEmbeddingBagsCodegen(nn.Module):
         return self._mode.value
 
     def __getattr__(self, name: str) -> Any:
-        """Also ``weights_dev``, ``momentum1_host``, ``iter``, ...: FBGEMM_GPU's flat tensors, to be written through.
+        """Also ``weights_dev``, ``momentum1_host``, ``iter``, ...: FBGEMM_GPU's tensors, to be written through.
 
         Raises ``AttributeError`` where the storage has not FBGEMM_GPU's order, so that one would be a copy.
         """
         if name.startswith(("weights_", "momentum")) or name in ("iter", "placeholder_autograd_tensor"):
             if name in self._buffers or name not in (found := self._flat_state()):
                 return super().__getattr__(name)
-            kind = "row" if found[name].numel() == self.tables.spec.layout.total_rows else "element"
+            kind: StateKind = "row" if found[name].numel() == self.tables.spec.layout.total_rows else "element"
             if name.startswith(("weights_", "momentum")) and not state.in_order(self.tables.spec.layout, kind):
                 raise AttributeError(
-                    f"{name}: tables of different dims are not one tensor here; use split_embedding_weights() or "
-                    "split_optimizer_states()"
+                    f"{name}: tables of different dims are not one tensor here; use split_embedding_weights() "
+                    "or split_optimizer_states()"
                 )
             return found[name]
         return super().__getattr__(name)
@@ -192,7 +195,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
         Args:
             indices: ``[N]`` int32 or int64. By ``bounds_check_mode``, bad ids are set to 0 in this very tensor.
-            offsets: ``[T*B+1]``, feature-major; mended in place likewise, unless its dtype is not that of indices.
+            offsets: ``[T*B+1]``, feature-major; mended in place likewise, if it has the dtype of indices.
             per_sample_weights: ``[N]`` or None.
             feature_requires_grad: ``[T]``; where zero, the feature's weights get no gradient.
             batch_size_per_feature_per_rank: ``[T][R]`` ints on the host.
@@ -235,14 +238,16 @@ class SplitTableBatchedEmbeddingBagsCodegen(nn.Module):
         ends = inputs.bag_ends(len(self.feature_table_map), offsets, sizes)
         if weights is not None and weights.numel() != indices.numel():
             raise ValueError(
-                f"per_sample_weights has length {weights.numel()}: expected {indices.numel()}, one for every index"
+                f"per_sample_weights has length {weights.numel()}: expected {indices.numel()}, one for "
+                "every index"
             )
         if indices.device != self.tables.weights.device:
             raise ValueError(f"indices is on {indices.device}: expected {self.tables.weights.device}")
         if offsets.device != indices.device:
             raise ValueError(f"offsets is on {offsets.device}: expected {indices.device}")
-        rows, counter = self.get_buffer("rows_per_table"), self.get_buffer("bounds_check_warning")
-        inputs.check(self._mode, indices, offsets, ends, rows, counter)
+        buffers: dict[str, Any] = self._buffers
+        rows, counter, total = (buffers[n] for n in ("rows_per_table", "bounds_check_warning", "bad_values"))
+        inputs.check(self._mode, indices, offsets, ends, rows, counter, total)
         indices, offsets, weights = inputs.without_lead(indices.contiguous(), offsets.contiguous(), weights)
         return indices, offsets, None if weights is None else weights.contiguous()
 
@@ -257,7 +262,11 @@ class SplitTableBatchedEmbeddingBagsCodegen(nn.Module):
         self._checked(indices, offsets, None, batch_size_per_feature_per_rank)
 
     def flush(self) -> None:
-        """Nothing: no row is held anywhere but in its table."""
+        """No row is held anywhere but in its table. On a GPU, mode WARNING tells here what it mended since."""
+        bad = self.get_buffer("bad_values")
+        if bad.device.type != "cpu" and (found := int(bad)):
+            bad.zero_()
+            inputs.report(found, 3)
 
     def reset_cache_states(self) -> None:
         """Nothing: no row is held anywhere but in its table."""
@@ -308,10 +317,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(nn.Module):
             if name not in optimizers.UPDATABLE:
                 why = "this hyper-parameter cannot be changed"
                 raise arguments.refuse(name, value, why, f"one of {', '.join(optimizers.UPDATABLE)}")
-        values = dict(params_dict)
-        self.tables.set_hyper(**optimizers.effective(self.tables.spec.optimizer, values))
-        values.pop("lr", None)
-        self.optimizer_args = self.optimizer_args._replace(**values)
+        self.tables.set_hyper(**optimizers.effective(self.tables.spec.optimizer, params_dict))
+        given: dict[str, Any] = {name: value for name, value in params_dict.items() if name != "lr"}
+        self.optimizer_args = self.optimizer_args._replace(**given)
 
     def set_optimizer_step(self, step: int) -> None:
         """Set how many steps the optimizer has made; without effect for one that does not count them."""
@@ -349,7 +357,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        mine = {**dict(self.named_buffers(recurse=False)), **self._flat_state()}
+        kept = (*self._described, "bounds_check_warning")
+        mine = {**{name: self.get_buffer(name) for name in kept}, **self._flat_state()}
         missing_keys += [prefix + name for name in mine if prefix + name not in state_dict]
         unexpected_keys += [
             key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in mine
@@ -375,7 +384,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(nn.Module):
         tables, suffix = self.tables, arguments.LOCATIONS[self.location]
         layout = tables.spec.layout
         split = self.split_optimizer_states()
-        places = {f"weights_{suffix}": ("element", self.split_embedding_weights())}
+        places: dict[str, tuple[StateKind, list[torch.Tensor]]] = {}
+        places[f"weights_{suffix}"] = ("element", self.split_embedding_weights())
         for nth, (name, kind) in enumerate(state.moments(tables.spec.optimizer).items()):
             places[f"{name}_{suffix}"] = (kind, [of_table[nth] for of_table in split])
         for name, value in values.items():

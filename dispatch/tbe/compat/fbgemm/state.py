@@ -1,13 +1,13 @@
 """What FBGEMM_GPU's checkpoints hold: names, and every table one after another in table order.
 
-This library stores tables by dim, each group of a dim aligned; where both orders agree, a checkpoint's tensors are
-views of the storage, else copies.
+This library stores tables by dim, each group of a dim aligned; where both orders agree, a checkpoint's tensors
+are views of the storage, else copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -48,7 +48,7 @@ def flat(layout: Layout, kind: StateKind, storage: torch.Tensor, views: Sequence
 def unflatten(layout: Layout, kind: StateKind, value: torch.Tensor) -> list[torch.Tensor]:
     """Per table: a view of a checkpoint's tensor, ``[rows]`` or ``[rows, dim]``."""
     begin = starts(layout, kind)
-    pieces = [value[a:b] for a, b in zip(begin, begin[1:], strict=False)]
+    pieces = [value[a:b] for a, b in pairwise(begin)]
     if kind == "row":
         return pieces
     return [piece.view(t.rows, t.dim) for piece, t in zip(pieces, layout.tables, strict=True)]
