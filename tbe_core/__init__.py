@@ -4,7 +4,7 @@ from .backend import BAD_LOOKUPS, BAD_OFFSETS, Backend, Lookup, Training
 from .config import DeviceConfig
 from .layout import Group, Layout
 from .optimizers import SGD, Optimizer, RowwiseAdagrad
-from .plan import Absent, BackendError, Plan, Policy, Rejection, choose
+from .plan import Absent, BackendError, Plan, Policy, Rejection, choose, other_vendor
 from .spec import Spec
 from .tiers import Route, Tier, route, small_tables, takes_dense_tier, tier_of_run
 from .types import Capabilities, Problem, Table
@@ -33,6 +33,7 @@ __all__ = [
     "Tier",
     "Training",
     "choose",
+    "other_vendor",
     "route",
     "small_tables",
     "takes_dense_tier",

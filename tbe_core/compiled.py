@@ -27,6 +27,12 @@ class CompiledKernel:
     """Bytes of shared memory (LDS) a program."""
     instructions: dict[str, int]
     """How often each kind of instruction that matters stands in the code; docs/compile.md lists the kinds."""
+    warps: int = 1
+    """Of a program."""
+    resident: int | None = None
+    """Warps that a processor of the target holds at once, by registers and shared memory; None: not known."""
+    most: int | None = None
+    """Warps that such a processor holds at most; None: not known."""
 
 
 @dataclass(frozen=True)

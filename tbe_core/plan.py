@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,10 +57,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Absent:
-    """A backend that could not be loaded, with the reason."""
+    """A backend that was not loaded, with the reason."""
 
     name: str
     reason: str
+
+
+def other_vendor(vendors: Collection[str], caps: Capabilities) -> str | None:
+    """Why a backend for the devices of ``vendors`` alone cannot run on this one; None: it is one of theirs."""
+    if {caps.vendor}.issubset(vendors):
+        return None
+    return f"for devices of {' and '.join(sorted(vendors))} only, and the vendor here is {caps.vendor}"
 
 
 def reasons_against(
@@ -102,7 +109,7 @@ def choose(problem: Problem, caps: Capabilities, backends: Iterable[Backend | Ab
         raise BackendError("\n  ".join([f"no backend serves {problem} on {caps}:", *map(str, rejected)]))
     best = max(usable, key=lambda b: b.preference(caps))
     rejected += [
-        Rejection(b.name, (f"can serve, slower here than {best.name}",)) for b in usable if b is not best
+        Rejection(b.name, (f"can serve, but {best.name} is preferred here",)) for b in usable if b is not best
     ]
     return _plan(best, problem, caps, tuple(rejected))
 

@@ -20,6 +20,7 @@ from tbe_core import Capabilities, DeviceConfig, Layout, Spec
 from tbe_core.device_files import DeviceFileError, files_in, find, read, write
 from tbe_core.devices import DEVICES
 from tbe_triton.configs import PACKAGED, config_for
+from tbe_triton.targets import TARGETS
 
 H200 = DEVICES["H200"]
 DEVICE = {"vendor": "nvidia", "arch": "sm_90", "name": "NVIDIA H200"}
@@ -149,7 +150,8 @@ def test_the_directory_must_be_there(tmp_path: Path) -> None:
 def test_the_packaged_files_are_good_and_for_this_backend() -> None:
     files = files_in(PACKAGED)
     assert files and {f.backend for f in files} == {"triton"}
-    assert all(any(f.fits("triton", caps) for caps in DEVICES.values()) for f in files)
+    known = (*DEVICES.values(), *TARGETS.values())
+    assert all(any(f.fits("triton", caps) for caps in known) for f in files)
 
 
 def test_what_is_written_is_read_back_for_that_device_only(tmp_path: Path) -> None:
@@ -241,11 +243,11 @@ def test_doctor_shows_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         return told
 
     assert sources("H200") == {config_for(H200).source} != {DeviceConfig().source}
-    assert sources("MI300X") == {"untuned defaults"}
+    assert sources("B200") == {"untuned defaults"}
     path = put(tmp_path)
     use(monkeypatch, tmp_path)
     assert sources("H200") == {f"untuned, by hand (from {path})"}
-    assert sources("MI300X") == {"untuned defaults"}
+    assert sources("B200") == {"untuned defaults"}
     assert f"TBE_CONFIG_DIR={tmp_path}" in doctor(monkeypatch, "--as", "H200")[0].splitlines()
 
 

@@ -205,7 +205,7 @@ print(str(emb.plan).replace("\\n", ";"))
     names, same, plan, without = done.stdout.splitlines()
     assert names == "['tlx', 'rocm', 'triton', 'cpu', 'mine'] False"
     assert same == "True mine"
-    assert plan.startswith("mine serves") and "passed over cpu: can serve, slower here than mine" in plan
+    assert plan.startswith("mine serves") and "passed over cpu: can serve, but mine is preferred here" in plan
     assert without.startswith("cpu serves") and "passed over mine: disabled by TBE_DISABLE" in without
 
 

@@ -22,6 +22,7 @@ from tbe_core.tuning import Knob
 
 from . import configs, sort
 from .carry import CarryLayout
+from .fused_tier import fused_tier_hazard, without_hazard
 from .shapes import MAX_DIM
 from .tables import DeviceTables, device_tables
 
@@ -46,6 +47,8 @@ class TritonBackend:
     """Forward, exact fused update and per-sample-weight gradient in portable Triton."""
 
     name = "triton"
+    packaged = configs.PACKAGED
+    """The directory of its device files, which are those that name this backend."""
 
     def unavailable(self, caps: Capabilities) -> str | None:
         if caps.triton_version is None:
@@ -73,18 +76,23 @@ class TritonBackend:
         return tuple(reasons)
 
     def configure(self, problem: Problem, caps: Capabilities) -> tuple[DeviceConfig, tuple[str, ...]]:
-        config = configs.config_for(caps)
+        hazard = fused_tier_hazard(caps)
+        config = without_hazard(configs.config_for(caps, self.name, self.packaged), caps)
         radix = sort.radix_unavailable(caps)
+        fused = f"fused up to {config.fused_programs} programs, else split"
+        long_runs = fused if hazard is None else f"split, never fused, since {hazard}"
         notes = (
-            f"tiers: short runs in one program, long runs fused up to {config.fused_programs} programs, "
-            f"else split; tables of up to {config.dense_rows} rows dense where unweighted bags repeat them",
+            f"tiers: short runs in one program, long runs {long_runs}; tables of up to {config.dense_rows} rows "
+            "dense where unweighted bags repeat them",
             f"sort: by rank up to {config.rank_sort_lookups} lookups, else "
             + ("radix sort of cuda-cccl" if radix is None else f"torch.sort, since {radix}"),
         )
         return config, notes
 
     def search_space(self, caps: Capabilities) -> tuple[Knob, ...]:
-        return configs.search_space(caps)
+        """What ``tbe tune`` tries: nothing that ``configure`` would refuse."""
+        knobs = configs.search_space(caps)
+        return tuple(k for k in knobs if k.field != "fused_programs" or fused_tier_hazard(caps) is None)
 
     def settle(self) -> None:
         sort.settle()

@@ -12,9 +12,9 @@ from tbe_core.tuning import Knob
 PACKAGED = Path(__file__).parent / "configs_data"
 
 
-def config_for(caps: Capabilities) -> DeviceConfig:
-    """The configuration of a device: the user's file, else a packaged one, else the defaults."""
-    return find("triton", caps, PACKAGED) or DeviceConfig()
+def config_for(caps: Capabilities, backend: str = "triton", packaged: Path = PACKAGED) -> DeviceConfig:
+    """The configuration of a device: the user's file, else one of ``packaged``, else the defaults."""
+    return find(backend, caps, packaged) or DeviceConfig()
 
 
 def search_space(caps: Capabilities) -> tuple[Knob, ...]:

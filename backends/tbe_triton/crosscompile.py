@@ -13,9 +13,10 @@ from typing import Any
 
 from tbe_core import Backend, Capabilities
 from tbe_core.compiled import CompiledKernel, CrossCompileError, FailedKernel, check_target
+from tbe_core.processors import PROCESSORS, most_warps, resident_warps
 
 from .targets import TARGETS, capabilities
-from .variants import VARIANTS, Call, Variant
+from .variants import UPDATE, VARIANTS, Call, Variant
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class TritonCrossCompiler:
                 call = Call(self._backend, variant, tier, caps)
                 # A problem with reasons against it is never given to this backend: it has no kernels for it.
                 for work in () if call.reasons else variant.passes:
-                    words = variant.name(work, tier)
+                    words = variant.name(work, call.tier if work == UPDATE else tier)
                     call.run(work, lambda *launch, words=words: found.append(Launch(*launch, words)))
         return found
 
@@ -99,9 +100,11 @@ class TritonCrossCompiler:
             used = machine_code.of_kernel(compiled)
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is this row's result
             return FailedKernel(name, self._backend.name, target, f"{type(error).__name__}: {error}")
+        warps, shared = launch.num_warps, compiled.metadata.shared
+        processor = PROCESSORS[target]
         return CompiledKernel(
-            name, self._backend.name, target, used.registers, used.spills, compiled.metadata.shared,
-            used.instructions,
+            name, self._backend.name, target, used.registers, used.spills, shared, used.instructions, warps,
+            resident_warps(processor, used.registers, shared, warps), most_warps(processor),
         )  # fmt: skip
 
 

@@ -16,6 +16,8 @@ MOST_STATES = 2
 """State tensors of an optimizer that a kernel takes."""
 MAX_DIM = 8192
 """Widest row that one update program holds."""
+LEAST_LANES = 32
+"""Of a GPU's warp; a CPU, which interprets kernels, has none and takes the shapes of 32."""
 
 
 def next_power_of_two(value: int) -> int:
@@ -93,7 +95,15 @@ def _by_block(dims: dict[int, int]) -> dict[int, list[int]]:
     return found
 
 
-def forward_shapes(layout: Layout, config: DeviceConfig, short: bool = False) -> tuple[ForwardShape, ...]:
+def rows_abreast(block: int, warp_size: int) -> int:
+    """Rows of ``block`` 2-byte elements that fill a warp's 16-byte loads: lanes x 16 bytes over a row's bytes."""
+    lanes = max(warp_size, LEAST_LANES)
+    return min(lanes * 8 // block, lanes)
+
+
+def forward_shapes(
+    layout: Layout, config: DeviceConfig, warp_size: int, short: bool = False
+) -> tuple[ForwardShape, ...]:
     """One launch a block width; ``short`` where bags hold few lookups."""
     side_by_side = config.forward_short_bags if short else config.forward_bags
     unroll = config.forward_short_unroll if short else config.forward_unroll
@@ -103,7 +113,7 @@ def forward_shapes(layout: Layout, config: DeviceConfig, short: bool = False) ->
         dims = {layout.feature_dims[f] for f in features}
         bases = [layout.element_bases[layout.feature_table_map[f]] for f in features]
         columns = [layout.feature_columns[f] for f in features]
-        bags = 1 if block >= 512 else max(side_by_side, min(256 // block, 32))
+        bags = 1 if block >= 512 else max(side_by_side, rows_abreast(block, warp_size))
         shapes.append(
             ForwardShape(
                 features=tuple(features),

@@ -49,8 +49,8 @@ class DeviceTables:
         self.number = next(_numbers)
         """Tells these tables from every other: compiled kernels are kept by it."""
         self.unit, self.row_units = gradient_units(spec)
-        self.forward_shapes = forward_shapes(layout, config)
-        self.forward_short_shapes = forward_shapes(layout, config, short=True)
+        self.forward_shapes = forward_shapes(layout, config, caps.warp_size)
+        self.forward_short_shapes = forward_shapes(layout, config, caps.warp_size, short=True)
         self.update_shapes = update_shapes(layout, config, caps.warp_size)
         self.linearise = torch.tensor(
             [

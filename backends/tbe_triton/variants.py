@@ -144,6 +144,8 @@ class Call:
         if self.reasons:
             return
         config, notes = backend.configure(problem, caps)
+        self.tier = tier if config.fused_programs or tier is not Tier.FUSED else Tier.SPLIT
+        """What an update takes: on a device without a fused tier few lookups are split, too."""
         if tier is Tier.SPLIT:
             caps = replace(caps, processors=ONE_PROCESSOR)
         lookups, batch = _size(variant, tier, config, caps)
@@ -189,7 +191,10 @@ def _size(variant: Variant, tier: Tier, config: DeviceConfig, caps: Capabilities
             small = bool(small_tables(spec, config))
             return small and takes_dense_tier(spec, lookups, batch, variant.weighted, config)
         chosen = route(lookups, config, caps)
-        return chosen.long_runs is tier and (tier is Tier.FUSED or chosen.stretch == config.stretch)
+        if tier is Tier.FUSED:
+            # Few lookups: fused where the device ever fuses, else split in the smallest stretches.
+            return chosen.long_runs is tier if config.fused_programs else chosen.stretch == config.stretch_small
+        return chosen.long_runs is tier and chosen.stretch == config.stretch
 
     while not right():
         lookups = lookups * 2 + 1

@@ -96,7 +96,7 @@ def write(module: TableBatchedEmbeddingBags, values: Mapping[str, Value]) -> Non
         if isinstance(value, torch.Tensor):
             device[at].copy_(value)
         else:
-            device[at] = value
+            device[at].fill_(value)  # assigning a number waits for the GPU
         module._hyper_values[at] = None if isinstance(value, torch.Tensor) else value
 
 

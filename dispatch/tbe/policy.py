@@ -79,7 +79,7 @@ def _log(plan: Plan) -> None:
 def _plan(problem: Problem, caps: Capabilities, asked: str, disabled: frozenset[str]) -> Plan:
     source, _, name = asked.partition("|")
     policy = Policy(name or None, source, disabled)
-    plan = choose(problem, caps, registry.load_all(), policy)
+    plan = choose(problem, caps, registry.load_for(caps), policy)
     _log(plan)
     return plan
 
@@ -165,7 +165,7 @@ def backends(device: torch.device | str = "cpu") -> list[BackendStatus]:
 def backends_on(caps: Capabilities) -> list[BackendStatus]:
     """Every known backend and whether it can run on a device of these facts."""
     found = []
-    for backend in registry.load_all():
+    for backend in registry.load_for(caps):
         if isinstance(backend, Absent):
             found.append(BackendStatus(backend.name, backend.reason, -1))
         elif backend.name in environment.disabled():

@@ -8,7 +8,7 @@ import importlib.util
 import logging
 from functools import lru_cache
 
-from tbe_core import Absent, Backend
+from tbe_core import Absent, Backend, Capabilities, other_vendor
 from tbe_core.compiled import CrossCompileError, CrossCompiler
 
 logger = logging.getLogger("tbe")
@@ -20,6 +20,10 @@ IN_TREE: dict[str, str] = {
     "cpu": "tbe_cpu",
 }
 """Name to import package; the package has the backend as ``backend``."""
+
+VENDORS: dict[str, frozenset[str]] = {"rocm": frozenset({"amd"})}
+"""Backends in-tree that declare whose devices they serve: for a device of another vendor such a package is not
+even imported. Any other backend is asked itself."""
 
 ENTRY_POINTS = "tbe.backends"
 """Entry-point group for third parties: ``name = "package.module:object"``."""
@@ -77,5 +81,7 @@ def cross_compiler(name: str) -> CrossCompiler:
     return compiler
 
 
-def load_all() -> list[Backend | Absent]:
-    return [load(name) for name in names()]
+def load_for(caps: Capabilities) -> list[Backend | Absent]:
+    """Every known backend; one that declares other vendors' devices comes as its reason, not imported."""
+    reasons = {name: other_vendor(vendors, caps) for name, vendors in VENDORS.items()}
+    return [load(name) if (reason := reasons.get(name)) is None else Absent(name, reason) for name in names()]

@@ -127,6 +127,11 @@ def step_row(tensors, element, key, w, state1, state2, g, cols, dim, STEP: tl.co
     """Step the row that starts at ``element`` and store it and its state. ``w`` and the states are its values
     before the step, loaded ahead of use; hyper-parameters are read at launch, so that graphs see changes."""
     weights_ptr, state1_ptr, state2_ptr, hyper_ptr, counter_ptr = tensors
+    # Named before they are passed on: Triton 3.6 takes an element of a constant tuple as an argument only so.
+    KIND1: tl.constexpr = STEP[STATE1]
+    KIND2: tl.constexpr = STEP[STATE2]
+    MODE: tl.constexpr = STEP[DECAY_MODE]
+    LIMITED: tl.constexpr = STEP[LIMITS_NORM]
     mask = cols < dim
     lr = tl.load(hyper_ptr)
     if STEP[OPTIMIZER] == "sgd":
@@ -134,19 +139,19 @@ def step_row(tensors, element, key, w, state1, state2, g, cols, dim, STEP: tl.co
     elif STEP[OPTIMIZER] == "adagrad":
         w, state1 = step_adagrad(w, g, state1, lr, hyper_ptr)
     elif STEP[OPTIMIZER] == "rowwise_adagrad":
-        w, state1 = step_rowwise_adagrad(w, g, state1, lr, hyper_ptr, dim, STEP[DECAY_MODE], STEP[LIMITS_NORM])
+        w, state1 = step_rowwise_adagrad(w, g, state1, lr, hyper_ptr, dim, MODE, LIMITED)
     elif STEP[OPTIMIZER] == "lars":
         w, state1 = step_lars(w, g, state1, lr, hyper_ptr)
     else:
-        ROWWISE: tl.constexpr = STEP[STATE2] == "row"
+        ROWWISE: tl.constexpr = KIND2 == "row"
         r, state1, state2 = moments_direction(w, g, state1, state2, hyper_ptr, counter_ptr, dim, mask, ROWWISE)
         if (STEP[OPTIMIZER] == "lamb") or (STEP[OPTIMIZER] == "partial_rowwise_lamb"):
             w = w - lr * norm_ratio(w, r) * r
         else:
             tl.static_assert((STEP[OPTIMIZER] == "adam") or (STEP[OPTIMIZER] == "partial_rowwise_adam"))
             w = w - lr * r
-    store_state(state1_ptr, key, element, cols, mask, state1, STEP[STATE1])
-    store_state(state2_ptr, key, element, cols, mask, state2, STEP[STATE2])
+    store_state(state1_ptr, key, element, cols, mask, state1, KIND1)
+    store_state(state2_ptr, key, element, cols, mask, state2, KIND2)
     if STEP[STOCHASTIC]:
         w = round_row(w, counter_ptr, key, cols, weights_ptr.dtype.element_ty.is_fp16())
     tl.store(weights_ptr + element + cols, w.to(weights_ptr.dtype.element_ty), mask=mask)
@@ -155,8 +160,10 @@ def step_row(tensors, element, key, w, state1, state2, g, cols, dim, STEP: tl.co
 @triton.jit
 def load_and_step_row(tensors, element, key, g, cols, dim, STEP: tl.constexpr):
     """``step_row`` where nothing has been loaded ahead."""
+    KIND1: tl.constexpr = STEP[STATE1]
+    KIND2: tl.constexpr = STEP[STATE2]
     mask = cols < dim
     w = tl.load(tensors[0] + element + cols, mask=mask, other=0.0).to(tl.float32)
-    state1 = load_state(tensors[1], key, element, cols, mask, True, STEP[STATE1])
-    state2 = load_state(tensors[2], key, element, cols, mask, True, STEP[STATE2])
+    state1 = load_state(tensors[1], key, element, cols, mask, True, KIND1)
+    state2 = load_state(tensors[2], key, element, cols, mask, True, KIND2)
     step_row(tensors, element, key, w, state1, state2, g, cols, dim, STEP)

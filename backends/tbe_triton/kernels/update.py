@@ -123,6 +123,8 @@ def update_stretch(
 ):
     """Walk one stretch lookup by lookup: UNROLL gradient rows, and where a run ends its row and state, are in
     flight before the first is added; a uniform branch steps the row at a run's end."""
+    KIND1: tl.constexpr = STEP[STATE1]
+    KIND2: tl.constexpr = STEP[STATE2]
     cols = tl.arange(0, BLOCK_D)
     mask = cols < dim
     partials_ptr += partials_at
@@ -180,8 +182,8 @@ def update_stretch(
                     w = tl.load(tensors[0] + element + cols, mask=steps, other=0.0)
                 else:
                     w = tl.load(tensors[0] + element + cols, mask=steps & mask, other=0.0)
-                states1 = states1 + (load_state(tensors[1], key, element, cols, mask, steps, STEP[STATE1]),)
-                states2 = states2 + (load_state(tensors[2], key, element, cols, mask, steps, STEP[STATE2]),)
+                states1 = states1 + (load_state(tensors[1], key, element, cols, mask, steps, KIND1),)
+                states2 = states2 + (load_state(tensors[2], key, element, cols, mask, steps, KIND2),)
                 keys = keys + (key,)
                 rows = rows + (row,)
                 weights = weights + (w,)

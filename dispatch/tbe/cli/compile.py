@@ -91,7 +91,7 @@ def _table(rows: list[CompiledKernel]) -> Table:
     table = Table(title=f"backend {rows[0].backend}", title_justify="left")
     table.add_column("target")
     table.add_column("kernel", overflow="fold")
-    for name in ("registers", "spills", "shared"):
+    for name in ("registers", "spills", "shared", "occupancy"):
         table.add_column(name, justify="right")
     table.add_column("instructions", overflow="fold")
     for row in rows:
@@ -101,6 +101,7 @@ def _table(rows: list[CompiledKernel]) -> Table:
             str(row.registers),
             Text(str(row.spills), style="bold red" if row.spills else ""),
             str(row.shared),
+            "" if row.resident is None else f"{row.resident}/{row.most}",
             " ".join(f"{kind}={count}" for kind, count in row.instructions.items() if count),
         )
     return table

@@ -7,6 +7,7 @@ import typer
 from .bench import bench_app
 from .compile import compile_kernels
 from .doctor import doctor
+from .predict import predict_times
 from .train import train
 from .tune import tune
 
@@ -15,6 +16,7 @@ app.command("doctor")(doctor)
 app.command("train")(train)
 app.command("tune")(tune)
 app.command("compile")(compile_kernels)
+app.command("predict")(predict_times)
 app.add_typer(bench_app, name="bench")
 
 if __name__ == "__main__":
