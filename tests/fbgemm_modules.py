@@ -13,7 +13,7 @@ import tbe.compat.fbgemm as ours
 
 try:
     import fbgemm_gpu.split_table_batched_embeddings_ops_training as training
-except ImportError as error:
+except (ImportError, OSError) as error:  # OSError: a library built for another torch
     REAL, WHY = None, f"fbgemm_gpu cannot be imported: {error}"
 else:
     REAL, WHY = training, ""

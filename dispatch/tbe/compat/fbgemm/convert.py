@@ -1,14 +1,15 @@
 """Checkpoints of FBGEMM_GPU's fused module as this library's own, and back; and from a GPU's names to the CPU's.
 
-``python -m tbe.compat.fbgemm.convert IN OUT --to native --optimizer rowwise_adagrad`` does it with files of
-``torch.save``. The drop-in itself needs none of this: it reads and writes FBGEMM_GPU's names.
+``python -m tbe.compat.fbgemm.convert IN OUT --to native --optimizer rowwise_adagrad --hyper lr=0.05`` does
+it with files of ``torch.save``. The drop-in itself needs none of this: it reads and writes FBGEMM_GPU's names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -133,7 +134,7 @@ def from_native(
 
 
 def relocated(fbgemm: State, location: EmbeddingLocation) -> dict[str, torch.Tensor]:
-    """The same checkpoint for tables at ``location``: a GPU's for the CPU, and back. Raises as ``location_of``."""
+    """The same checkpoint for tables at ``location``, a GPU's or the CPU's. Raises as ``location_of``."""
     before, after = arguments.LOCATIONS[location_of(fbgemm)], arguments.LOCATIONS[location]
     found = dict(fbgemm)
     for name in ("weights", *state.MOMENTS):
@@ -146,24 +147,38 @@ def relocated(fbgemm: State, location: EmbeddingLocation) -> dict[str, torch.Ten
     return found
 
 
+def _optimizer(name: str, hyper: Sequence[str]) -> Optimizer:
+    """Raises ``ValueError`` for an unknown name, a hyper-parameter that it has not, or a bad value."""
+    if name not in REGISTRY:
+        raise ValueError(f"--optimizer {name!r}: expected one of {', '.join(REGISTRY)}")
+    known = {field.name: field.type for field in fields(REGISTRY[name])}
+    values: dict[str, Any] = {}
+    for text in hyper:
+        key, _, value = text.partition("=")
+        if key not in known:
+            raise ValueError(f"--hyper {text}: expected name=value with one of {', '.join(known)}")
+        values[key] = float(value) if known[key] == "float" else value
+    return REGISTRY[name](**values)
+
+
 @app.command()
 def convert_file(
     source: Annotated[Path, typer.Argument(help="A state dict of FBGEMM_GPU's fused module, by torch.save.")],
     target: Annotated[Path, typer.Argument(help="The file to write, for torch.load.")],
     to: Annotated[str, typer.Option(help="native: this library's names; host or dev: FBGEMM_GPU's.")],
     optimizer: Annotated[str, typer.Option(help="With native: which one, such as rowwise_adagrad.")] = "",
-    lr: Annotated[float, typer.Option(help="With native: the learning rate to write.")] = 0.01,
+    hyper: Annotated[
+        list[str], typer.Option(help="With native: a hyper-parameter as name=value, such as lr=0.05; repeatable.")
+    ] = [],  # noqa: B006 - typer reads the default and makes a list of its own
     prefix: Annotated[str, typer.Option(help="In front of the module's names; others stay.")] = "",
 ) -> None:
     """Convert a checkpoint of FBGEMM_GPU's fused module, or of the drop-in."""
     if to not in ("native", *SUFFIXES):
         raise typer.BadParameter(f"--to {to}: expected native, {' or '.join(SUFFIXES)}")
-    if to == "native" and optimizer not in REGISTRY:
-        raise typer.BadParameter(f"--optimizer {optimizer!r}: expected one of {', '.join(REGISTRY)}")
     whole = torch.load(source, map_location="cpu", weights_only=True)
     mine = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
     try:
-        made = to_native(mine, REGISTRY[optimizer](lr=lr)) if to == "native" else relocated(mine, SUFFIXES[to])
+        made = to_native(mine, _optimizer(optimizer, hyper)) if to == "native" else relocated(mine, SUFFIXES[to])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     kept = {name: value for name, value in whole.items() if not name.startswith(prefix)}

@@ -200,23 +200,19 @@ class SplitTableBatchedEmbeddingBagsCodegen(nn.Module):
             feature_requires_grad: ``[T]``; where zero, the feature's weights get no gradient.
             batch_size_per_feature_per_rank: ``[T][R]`` ints on the host.
             total_unique_indices: without effect; FBGEMM_GPU reads it for ``OptimType.NONE`` alone.
+            hash_zch_identities, hash_zch_runtime_meta: without effect; read for embedding streaming alone.
 
         Returns:
             ``[B, total_D]``; ``[N, D]`` without pooling; flat with ``batch_size_per_feature_per_rank``.
 
         Raises:
-            NotImplementedError: an argument after ``total_unique_indices`` is not None.
+            NotImplementedError: ``vbe_output`` or ``vbe_output_offsets`` is not None.
             RuntimeError: a bad id or offset in mode FATAL; nothing has been changed.
             ValueError: an input is wrong; likewise.
         """
-        for name, value, why in (
-            ("hash_zch_identities", hash_zch_identities, "rows are not streamed to another service"),
-            ("hash_zch_runtime_meta", hash_zch_runtime_meta, "rows are not streamed to another service"),
-            ("vbe_output", vbe_output, "the output is allocated here"),
-            ("vbe_output_offsets", vbe_output_offsets, "the output is allocated here"),
-        ):
+        for name, value in (("vbe_output", vbe_output), ("vbe_output_offsets", vbe_output_offsets)):
             if value is not None:
-                raise arguments.refuse(name, f"<{type(value).__name__}>", why, "None")
+                raise arguments.refuse(name, f"<{type(value).__name__}>", "the output is allocated here", "None")
         sizes = batch_size_per_feature_per_rank
         indices, offsets, weights = self._checked(indices, offsets, per_sample_weights, sizes)
         options: dict[str, Any] = {}
