@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -112,6 +113,12 @@ def refuse_bad(indices: torch.Tensor, offsets: torch.Tensor, ends: torch.Tensor,
         )
 
 
+@lru_cache(maxsize=256)
+def _on_device(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    # Kept: a captured graph must not copy from the host's memory.
+    return torch.tensor(ends).to(device, non_blocking=True)
+
+
 def report(found: int, depth: int) -> None:
     """Warn of so many bad values; ``depth`` frames from ``warnings.warn`` is the user's line."""
     warnings.warn(
@@ -139,7 +146,7 @@ def check(
     """
     if mode is BoundsCheckMode.NONE:
         return
-    feature_ends = torch.tensor(ends, device=indices.device)
+    feature_ends = _on_device(tuple(ends), indices.device)
     if mode is BoundsCheckMode.FATAL:
         refuse_bad(indices, offsets, feature_ends, rows)
         return
