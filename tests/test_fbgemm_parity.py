@@ -58,8 +58,8 @@ TRAINED = {
 
 
 def cases(options: dict[str, dict[str, Any]]) -> list[tuple[str, bool]]:
-    """Unweighted and weighted, but for the weighted mean: FBGEMM on the CPU divides by the length in the forward and
-    not in the backward. test_fbgemm.py judges that one by autograd."""
+    """Unweighted and weighted, but for the weighted mean: FBGEMM on the CPU divides by the length in its forward
+    and not in its backward. test_fbgemm.py judges that one by autograd."""
     every = [(name, weighted) for name in options for weighted in (False, True)]
     return [case for case in every if case != ("mean", True)]
 
