@@ -39,6 +39,15 @@ class DeviceConfig:
     fused_programs: int = 64
     """Up to this many update programs the last arriver combines a long run (one launch fewer); a run that
     spans more is combined by a launch of its own, which adds many partials side by side."""
+    persistent_warps: int = 32
+    """Where a backend's update can stay on a processor: warps a processor that take stretches in turn; 0: each
+    program owns one stretch."""
+    steal_stretches: int = 4
+    """Where a running program can take the place of one that has not started: it does from so many stretches a
+    processor; 0: never."""
+    reduce_programs: int = 64
+    """Where the memory itself can add up the partials of long runs, and results need not repeat bit for bit: it
+    does from so many update programs; 0: never."""
     rank_sort_lookups: int = 16384
     """Up to so many lookups each one's place is counted, in one launch, instead of a radix sort."""
     overlap_lookups: int = 65536

@@ -44,6 +44,7 @@ DEVICES: dict[str, Capabilities] = {
     "H200": _nvidia("H200", "sm_90", 132, 141, 60),
     "B200": _nvidia("B200", "sm_100", 148, 180, 126),
     "GB200": _nvidia("GB200", "sm_100", 148, 186, 126),
+    "RTX5090": _nvidia("GeForce RTX 5090", "sm_120", 170, 32, 96),
     "MI250X": _amd("MI250X", "gfx90a", 110, 64, 8),
     "MI300X": _amd("MI300X", "gfx942", 304, 192, 4),
     "MI350X": _amd("MI350X", "gfx950", 256, 288, 4),

@@ -92,7 +92,9 @@ class Capabilities:
     triton_interpret: bool = False
     """Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors."""
     tlx_provider: str | None = None
+    """Package and version that provides TLX, where it could serve the device."""
     tlx_features: frozenset[str] = frozenset()
+    """Names of ``tbe_core.assist`` that the provider was seen to compile for this architecture."""
     cccl_version: str | None = None
     """Version of the ``cuda-cccl`` package (radix sort), when installed."""
     config_dir: str | None = None

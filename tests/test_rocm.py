@@ -157,7 +157,7 @@ def test_the_update_counts_a_full_device_by_the_warps_that_it_holds(name: str) -
 def test_rows_abreast_fill_the_16_byte_loads_of_a_wave(name: str, dim: int, short: bool) -> None:
     """fp16 rows abreast hold at least lanes x 16 bytes, or fill as many lanes with 16 bytes as one row has."""
     caps, layout = AMD[name], Layout.make([Table("a", 1000, dim)], None)
-    (shape,) = forward_shapes(layout, plan_on(caps).config, caps.warp_size, short)
+    (shape,) = forward_shapes(layout, plan_on(caps).config, caps.warp_size, 2, short)
     assert shape.bags * dim * torch.float16.itemsize >= caps.warp_size * 16
     assert shape.unroll >= 2
 
@@ -166,7 +166,7 @@ def test_32_lanes_keep_the_shapes_that_were_measured() -> None:
     """And a CPU that interprets takes them too."""
     for dim, bags in ((1, 32), (8, 32), (16, 16), (64, 4), (128, 2), (256, 2), (512, 1)):
         layout = Layout.make([Table("a", 1000, dim)], None)
-        shapes = [forward_shapes(layout, DeviceConfig(), lanes)[0] for lanes in (1, 32)]
+        shapes = [forward_shapes(layout, DeviceConfig(), lanes, 2)[0] for lanes in (1, 32)]
         assert [shape.bags for shape in shapes] == [bags, bags]
 
 
@@ -281,7 +281,7 @@ def test_values_of_mixed_widths(pooling: str, weighted: bool, name: str, dtype: 
     weights = torch.rand(len(ids), generator=generator) if weighted else None
     trial = Trial(tables, (0, 1, 2, 3), ids, offsets_of(lengths), weights, pooling, ADAGRAD, dtype, torch.float32)
     plan = judge_step(trial, AMD[name])
-    shapes = forward_shapes(Layout.make(list(tables), None), plan.config, plan.caps.warp_size)
+    shapes = forward_shapes(Layout.make(list(tables), None), plan.config, plan.caps.warp_size, 2)
     assert {s.block: s.bags for s in shapes} == SHAPES[plan.caps.warp_size]
 
 

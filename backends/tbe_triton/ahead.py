@@ -30,13 +30,15 @@ class SortAhead:
         layout = CarryLayout.of(spec, config, n, lookup.batch, lookup.per_sample_weights is not None)
         self._nbytes = layout.nbytes
         self._side: Side | None = None
-        given = self._held = self._result = layout.allocate(device)
-        if not n:
-            return
-        if n <= config.rank_sort_lookups:
-            self._held = self._result = layout.allocate(device)
+        if n and n <= config.rank_sort_lookups:
+            # Small: one allocation for both costs the host less, and little memory until the backward.
+            self._held = self._result = layout.allocate(device, layout.padded)
+            given = layout.view(self._result.buffer, layout.padded)
             launch.linearise(lookup, tables, features, given, self._result, variant)
             launch.rank_sort(given, self._result, variant)
+            return
+        given = self._held = self._result = layout.allocate(device)
+        if not n:
             return
         caps = lookup.plan.caps
         radix = sort.radix_unavailable(caps) is None

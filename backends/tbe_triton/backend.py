@@ -21,7 +21,7 @@ from tbe_core import (
 from tbe_core.tuning import Knob
 
 from . import configs, sort
-from .carry import CarryLayout
+from .carry import Carry, CarryLayout
 from .fused_tier import fused_tier_hazard, without_hazard
 from .shapes import MAX_DIM
 from .tables import DeviceTables, device_tables
@@ -77,7 +77,7 @@ class TritonBackend:
 
     def configure(self, problem: Problem, caps: Capabilities) -> tuple[DeviceConfig, tuple[str, ...]]:
         hazard = fused_tier_hazard(caps)
-        config = without_hazard(configs.config_for(caps, self.name, self.packaged), caps)
+        config = without_hazard(self.device_config(caps), caps)
         radix = sort.radix_unavailable(caps)
         fused = f"fused up to {config.fused_programs} programs, else split"
         long_runs = fused if hazard is None else f"split, never fused, since {hazard}"
@@ -88,6 +88,10 @@ class TritonBackend:
             + ("radix sort of cuda-cccl" if radix is None else f"torch.sort, since {radix}"),
         )
         return config, notes
+
+    def device_config(self, caps: Capabilities) -> DeviceConfig:
+        """The device's numbers, before any rule about them; raises ``DeviceFileError``."""
+        return configs.config_for(caps, self.name, self.packaged)
 
     def search_space(self, caps: Capabilities) -> tuple[Knob, ...]:
         """What ``tbe tune`` tries: nothing that ``configure`` would refuse."""
@@ -153,7 +157,6 @@ class TritonBackend:
         self, lookup: Lookup, grad: torch.Tensor, training: Training, carry: torch.Tensor
     ) -> None:
         from .dense import update_dense
-        from .update import update
 
         n, plan = lookup.indices.numel(), lookup.plan
         if not n or not lookup.spec.trained:
@@ -166,7 +169,14 @@ class TritonBackend:
                     return
             weighted = lookup.per_sample_weights is not None
             kept = CarryLayout.of(lookup.spec, plan.config, n, lookup.batch, weighted).view(carry)
-            update(lookup, tables, grad, training, kept)
+            self._update(lookup, tables, grad, training, kept)
+
+    def _update(
+        self, lookup: Lookup, tables: DeviceTables, grad: torch.Tensor, training: Training, carry: Carry
+    ) -> None:
+        from .update import Update
+
+        Update(lookup, tables, grad, training, carry).launch()
 
     def per_sample_weight_grad(self, lookup: Lookup, grad: torch.Tensor) -> torch.Tensor:
         from . import launch

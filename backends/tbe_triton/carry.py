@@ -73,16 +73,22 @@ class CarryLayout:
     def nbytes(self) -> int:
         return self._counters_at + 4 * self.counters
 
+    @property
+    def padded(self) -> int:
+        """``nbytes``, to 16: where a second one may begin in the same buffer."""
+        return _padded(self.nbytes)
+
     def allocate(self, device: torch.device, more: int = 0) -> Carry:
         """An uninitialised one; with ``more`` bytes at its buffer's end."""
         return self.view(torch.empty(self.nbytes + more, dtype=torch.uint8, device=device))
 
-    def view(self, buffer: torch.Tensor) -> Carry:
+    def view(self, buffer: torch.Tensor, at: int = 0) -> Carry:
+        """The parts of ``buffer`` from byte ``at`` on."""
         return Carry(
             buffer,
-            Part(buffer, self._keys_at, self.lookups, self.keys),
-            Part(buffer, 0, self.lookups, self.values),
-            Part(buffer, self._counters_at, self.counters, torch.int32),
+            Part(buffer, at + self._keys_at, self.lookups, self.keys),
+            Part(buffer, at, self.lookups, self.values),
+            Part(buffer, at + self._counters_at, self.counters, torch.int32),
         )
 
 

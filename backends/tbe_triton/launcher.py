@@ -1,7 +1,8 @@
 """The one place where a kernel is launched: kept compiled kernels, on a given stream. Imports no Triton.
 
 Triton's own launch binds and specialises every argument on every call, which costs the host several times what
-the launch itself does. Here the variant that fits the arguments is looked up and launched directly.
+the launch itself does. Here the variant that fits the arguments is looked up and handed to its launcher directly;
+through Triton's own call only where a profiler has hooked itself into launches.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import torch
 
 INT32_MAX = 2**31 - 1
 
-_variants: dict[tuple[Any, ...], Any] = {}
+AS_THEY_ARE: set[type] = {int}
+"""Types of arguments that a compiled kernel takes as they are, not by their address."""
+
+_variants: dict[tuple[Any, ...], _Compiled] = {}
 
 Record = Callable[[Any, tuple[Any, ...], int, dict[str, Any]], None]
 """Takes a launch's kernel, arguments, warps and constants."""
@@ -94,9 +98,36 @@ def run(
     found = _variants.get(key)
     if found is None:
         compiled = kernel.warmup(*args, grid=grid, num_warps=num_warps, **constants)
-        found = _variants[key] = (compiled, tuple(constants.values()))
-    compiled, tail = found
+        found = _variants[key] = _Compiled(compiled, tuple(constants.values()))
     if stream is None:
         stream = current_stream()
-    addresses = [a if a.__class__ is int else a.data_ptr() for a in args]
-    compiled[(grid[0], 1, 1) if len(grid) == 1 else (grid[0], grid[1], 1)](*addresses, *tail, stream=stream)
+    rows = 1 if len(grid) == 1 else grid[1]
+    found.launch(grid[0], rows, stream, [a if a.__class__ in AS_THEY_ARE else a.data_ptr() for a in args])
+
+
+class _Compiled:
+    """A compiled kernel on the device, and the constants that its launcher wants after the arguments."""
+
+    __slots__ = ("_constants", "_function", "_hooks", "_kernel", "_metadata", "_run")
+
+    def __init__(self, kernel: Any, constants: tuple[Any, ...]) -> None:
+        from triton import knobs
+
+        kernel[(1, 1, 1)]  # loads it onto the device
+        self._kernel, self._constants, self._hooks = kernel, constants, knobs.runtime
+        self._run, self._function, self._metadata = kernel.run, kernel.function, kernel.packed_metadata
+
+    def launch(self, columns: int, rows: int, stream: int, arguments: list[Any]) -> None:
+        hooks = self._hooks
+        if _hooked(hooks.launch_enter_hook) or _hooked(hooks.launch_exit_hook):
+            self._kernel[(columns, rows, 1)](*arguments, *self._constants, stream=stream)
+            return
+        self._run(
+            columns, rows, 1, stream, self._function, self._metadata, None, None, None,
+            *arguments, *self._constants,
+        )  # fmt: skip
+
+
+def _hooked(hook: Any) -> bool:
+    """Whether anything listens: a hook is None, a callable, or a chain of callables, which may be empty."""
+    return hook is not None and bool(getattr(hook, "calls", True))

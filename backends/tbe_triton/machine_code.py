@@ -24,6 +24,7 @@ KINDS = (
     *(f"global_{way}_{size}" for way in ("load", "store") for size in (32, 16, 12, 8, 4, 2, 1)),
     *(f"atomic_{order}" for order in ("acq_rel", "acquire", "release", "relaxed", "float", "cas")),
     *("barrier", "fence", "mma", "local_access", "local_bytes"),
+    *("gpu_fence", "launch_control", "store_reduce"),
 )
 """Every kernel has a count for each of these; 0 where it has none."""
 
@@ -45,6 +46,9 @@ _PTX_OTHERS = {
     "barrier": re.compile(r"\b(?:bar|barrier)(?:\.cta)?\.sync\b"),
     "fence": re.compile(r"\b(?:fence\.(?!mbarrier_init|proxy)|membar\.)"),
     "mma": re.compile(r"\b(?:wmma\.mma|mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b"),
+    "gpu_fence": re.compile(r"\bfence\.acq_rel\.gpu\b"),
+    "launch_control": re.compile(r"\bclusterlaunchcontrol\.try_cancel\b"),
+    "store_reduce": re.compile(r"\bcp\.reduce\.async\.bulk\.tensor\.[\w.:]*\.add\b"),
 }
 
 

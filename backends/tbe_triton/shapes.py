@@ -102,11 +102,12 @@ def rows_abreast(block: int, warp_size: int) -> int:
 
 
 def forward_shapes(
-    layout: Layout, config: DeviceConfig, warp_size: int, short: bool = False
+    layout: Layout, config: DeviceConfig, warp_size: int, itemsize: int, short: bool = False
 ) -> tuple[ForwardShape, ...]:
-    """One launch a block width; ``short`` where bags hold few lookups."""
+    """One launch a block width; ``short`` where bags hold few lookups. ``itemsize``: bytes of a weight."""
     side_by_side = config.forward_short_bags if short else config.forward_bags
-    unroll = config.forward_short_unroll if short else config.forward_unroll
+    # The numbers are those of 2-byte rows: of wider ones fewer are held at once.
+    unroll = max((config.forward_short_unroll if short else config.forward_unroll) * 2 // itemsize, 1)
     shapes = []
     for width, features in _by_block(dict(enumerate(layout.feature_dims))).items():
         block = min(width, config.forward_columns)

@@ -49,8 +49,9 @@ class DeviceTables:
         self.number = next(_numbers)
         """Tells these tables from every other: compiled kernels are kept by it."""
         self.unit, self.row_units = gradient_units(spec)
-        self.forward_shapes = forward_shapes(layout, config, caps.warp_size)
-        self.forward_short_shapes = forward_shapes(layout, config, caps.warp_size, short=True)
+        row = (layout, config, caps.warp_size, spec.weights_dtype.itemsize)
+        self.forward_shapes = forward_shapes(*row)
+        self.forward_short_shapes = forward_shapes(*row, short=True)
         self.update_shapes = update_shapes(layout, config, caps.warp_size)
         self.linearise = torch.tensor(
             [

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import replace
 
-from tbe_core import Capabilities
+from tbe_core import Capabilities, packages
 from tbe_core.devices import DEVICES
 
 _MORE = (
     Capabilities("cuda", "nvidia", "sm_103", "NVIDIA B300", processors=148, warp_size=32),
-    Capabilities("cuda", "nvidia", "sm_120", "NVIDIA RTX PRO 6000 Blackwell", processors=188, warp_size=32),
     Capabilities("cuda", "amd", "gfx1100", "AMD Radeon RX 7900 XTX", processors=48, warp_size=32),
     Capabilities("cuda", "amd", "gfx1201", "AMD Radeon RX 9070 XT", processors=32, warp_size=32),
 )
@@ -32,11 +30,4 @@ TARGETS: dict[str, Capabilities] = _by_arch()
 
 def capabilities(target: str) -> Capabilities:
     """The target's facts with the Triton of this installation."""
-    return replace(TARGETS[target], triton_version=_triton_version())
-
-
-def _triton_version() -> str | None:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return replace(TARGETS[target], triton_version=packages.version(*packages.TRITON))

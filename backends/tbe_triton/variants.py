@@ -62,6 +62,7 @@ class Variant:
     index_dtype: torch.dtype = torch.int32
     rows: int = ROWS
     """A table."""
+    deterministic: bool = True
     passes: tuple[str, ...] = (FORWARD, UPDATE)
     tiers: tuple[Tier, ...] = (Tier.FUSED, Tier.SPLIT)
     """Few lookups, many, or bags that repeat rows of small tables."""
@@ -70,7 +71,7 @@ class Variant:
         tables = [Table(f"d{dim}", self.rows, dim) for dim in self.dims]
         return Spec(
             Layout.make(tables, None), self.optimizer, self.pooling, self.weights_dtype, self.output_dtype,
-            stochastic_rounding=self.stochastic_rounding,
+            stochastic_rounding=self.stochastic_rounding, deterministic=self.deterministic,
         )  # fmt: skip
 
     def name(self, work: str, tier: Tier) -> str:
@@ -92,6 +93,8 @@ class Variant:
             words.append(f"ids {short_name(self.index_dtype)}")
         if self.rows > ROWS:
             words.append(f"{self.rows} rows")
+        if not self.deterministic:
+            words.append("non-deterministic")
         if work == UPDATE:
             words.append(tier.value)
         elif work == FORWARD and self.pooling != "none":

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
-from tbe_core import Capabilities
+from tbe_core import Capabilities, packages
 from tbe_core.devices import DEVICES
 
-from . import environment
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+from . import environment, registry
 
 
 def software() -> dict[str, str | None]:
     """Versions of this installation that decide routing, by their field in ``Capabilities``."""
     return {
         "torch_version": torch.__version__,
-        "triton_version": _version("triton") or _version("fbtriton") or _version("pytorch-triton-rocm"),
-        "cccl_version": _version("cuda-cccl"),
+        "triton_version": packages.version(*packages.TRITON),
+        "cccl_version": packages.version("cuda-cccl"),
     }
 
 
 @lru_cache(maxsize=64)
-def _probe(device_type: str, index: int, interpret: bool, config_dir: str | None) -> Capabilities:
+def _probe(
+    device_type: str, index: int, interpret: bool, config_dir: str | None, disabled: frozenset[str]
+) -> Capabilities:
     if device_type != "cuda":
         found = Capabilities(
             device_type=device_type,
@@ -54,12 +48,14 @@ def _probe(device_type: str, index: int, interpret: bool, config_dir: str | None
             l2_bytes=facts.L2_cache_size,
             warp_size=facts.warp_size,
         )
-    return _with_software(found, interpret, config_dir)
+    return _with_software(found, interpret, config_dir, disabled)
 
 
-def _with_software(caps: Capabilities, interpret: bool, config_dir: str | None) -> Capabilities:
+def _with_software(
+    caps: Capabilities, interpret: bool, config_dir: str | None, disabled: frozenset[str]
+) -> Capabilities:
     here = software()
-    return replace(
+    caps = replace(
         caps,
         torch_version=here["torch_version"] or "",
         triton_version=here["triton_version"],
@@ -67,11 +63,12 @@ def _with_software(caps: Capabilities, interpret: bool, config_dir: str | None) 
         triton_interpret=interpret,
         config_dir=config_dir,
     )
+    return caps if caps.device_type == "cpu" else registry.complete(caps, disabled)
 
 
 def as_if(name: str) -> Capabilities:
     """A device of ``tbe_core.devices`` with the software of this installation; KeyError for another name."""
-    return _with_software(DEVICES[name], False, environment.config_dir())
+    return _with_software(DEVICES[name], False, environment.config_dir(), environment.disabled())
 
 
 def capabilities(device: torch.device | str) -> Capabilities:
@@ -80,7 +77,8 @@ def capabilities(device: torch.device | str) -> Capabilities:
     index = device.index
     if index is None:
         index = torch.cuda.current_device() if device.type == "cuda" else 0
-    return _probe(device.type, index, environment.triton_interpret(), environment.config_dir())
+    interpret, own = environment.triton_interpret(), environment.config_dir()
+    return _probe(device.type, index, interpret, own, environment.disabled())
 
 
 def devices() -> list[torch.device]:

@@ -21,7 +21,7 @@ IN_TREE: dict[str, str] = {
 }
 """Name to import package; the package has the backend as ``backend``."""
 
-VENDORS: dict[str, frozenset[str]] = {"rocm": frozenset({"amd"})}
+VENDORS: dict[str, frozenset[str]] = {"tlx": frozenset({"nvidia"}), "rocm": frozenset({"amd"})}
 """Backends in-tree that declare whose devices they serve: for a device of another vendor such a package is not
 even imported. Any other backend is asked itself."""
 
@@ -63,6 +63,16 @@ def load(name: str) -> Backend | Absent:
     if not isinstance(found, Backend) or found.name != name:
         return Absent(name, f"{found!r} is not a backend of that name")
     return found
+
+
+def complete(caps: Capabilities, disabled: frozenset[str]) -> Capabilities:
+    """``caps`` with what a backend alone can find out: by ``facts`` of its package, where there is one."""
+    for name, package in IN_TREE.items():
+        elsewhere = name in VENDORS and other_vendor(VENDORS[name], caps) is not None
+        if name not in disabled and not elsewhere and not isinstance(load(name), Absent):
+            facts = getattr(importlib.import_module(package), "facts", None)
+            caps = caps if facts is None else facts(caps)
+    return caps
 
 
 def cross_compiler(name: str) -> CrossCompiler:

@@ -61,6 +61,29 @@ def run_pieces(keys_ptr, key, after, high, stretch):
 
 
 @triton.jit
+def run_start(keys_ptr, key, stretch, low, STRETCH: tl.constexpr):
+    """The stretch where a run of ``key`` starts that comes into ``stretch``: the first whose next boundary is
+    inside the run."""
+    left = stretch - stretch
+    right = stretch
+    while left < right:
+        middle = (left + right) // 2
+        if tl.load(keys_ptr + low + middle * STRETCH) < key:
+            left = middle + 1
+        else:
+            right = middle
+    inside_before = tl.load(keys_ptr + low + left * STRETCH - 1, mask=left > 0, other=-1)
+    if inside_before == key:
+        left = left - 1
+    return left
+
+
+@triton.jit
+def unordered():
+    """What the portable kernels put between a partial and its counter beside the barrier: nothing."""
+
+
+@triton.jit
 def arrive(
     tensors,
     counters_ptr,
@@ -74,15 +97,19 @@ def arrive(
     cols,
     dim,
     BLOCK_D: tl.constexpr,
+    ORDER: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """The fused tier: count this program in; the last sums every partial in order and steps the row. The
     barrier puts all lanes' partial before the count (scalar atomics run on one lane). ``slot`` and ``stretch``
-    are those where the run starts."""
+    are those where the run starts. ORDER is a device function that every lane calls before the barrier and, in
+    the last program, after it: a fence, where a backend has one."""
+    ORDER()
     tl.debug_barrier()
     arrived = tl.atomic_add(counters_ptr + 1 + slot, 1, sem="acq_rel", scope="gpu")
     if arrived == pieces - 1:
         tl.debug_barrier()
+        ORDER()
         mask = cols < dim
         total = tl.load(partials_ptr + (stretch * 2 + 1).to(tl.int64) * BLOCK_D + cols, mask=mask, other=0.0)
         for piece in range(1, pieces):
@@ -101,6 +128,7 @@ def update_stretch(
     owners_ptr,
     partials_ptr,
     partials_at,
+    sums,
     stretch,
     low,
     high,
@@ -119,10 +147,15 @@ def update_stretch(
     FUSED: tl.constexpr,
     ALIGN: tl.constexpr,
     GRAD_ALIGN: tl.constexpr,
+    ORDER: tl.constexpr,
+    REDUCE: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """Walk one stretch lookup by lookup: UNROLL gradient rows, and where a run ends its row and state, are in
-    flight before the first is added; a uniform branch steps the row at a run's end."""
+    flight before the first is added; a uniform branch steps the row at a run's end.
+
+    REDUCE is None, or a device function that adds a partial to a row of ``sums`` in no fixed order: then all
+    partials of a run are added to the row of the slot where it starts, and none is stored."""
     KIND1: tl.constexpr = STEP[STATE1]
     KIND2: tl.constexpr = STEP[STATE2]
     cols = tl.arange(0, BLOCK_D)
@@ -151,6 +184,10 @@ def update_stretch(
         stop = end + tl.sum((beyond == last).to(tl.int32), axis=0)
     if last >= limit:
         tail_long = False
+    start = stretch
+    if REDUCE is not None:  # decided at compile time, and head_long is not
+        if head_long:
+            start = run_start(keys_ptr, first, stretch, low, STRETCH)
     acc = tl.zeros([BLOCK_D], tl.float32)
     if first < limit:
         for i in range(walk, stop, UNROLL):
@@ -193,43 +230,39 @@ def update_stretch(
                 acc += rows[j]
                 if run_ends[j]:
                     if head_long & (keys[j] == first):
-                        tl.store(partials_ptr + (stretch * 2).to(tl.int64) * BLOCK_D + cols, acc, mask=mask)
+                        if REDUCE is None:
+                            tl.store(partials_ptr + (stretch * 2).to(tl.int64) * BLOCK_D + cols, acc, mask=mask)
+                        else:
+                            REDUCE(sums, slot - (stretch - start), acc, BLOCK_D)
                     else:
                         step_row(
                             tensors, elements[j], keys[j], weights[j].to(tl.float32), states1[j], states2[j],
                             acc, cols, dim, STEP,
                         )  # fmt: skip
                     acc = tl.zeros([BLOCK_D], tl.float32)
-        if through:
-            tl.store(partials_ptr + (stretch * 2).to(tl.int64) * BLOCK_D + cols, acc, mask=mask)
-        if tail_long:
-            tl.store(partials_ptr + (stretch * 2 + 1).to(tl.int64) * BLOCK_D + cols, acc, mask=mask)
+        if REDUCE is None:
+            if through:
+                tl.store(partials_ptr + (stretch * 2).to(tl.int64) * BLOCK_D + cols, acc, mask=mask)
+            if tail_long:
+                tl.store(partials_ptr + (stretch * 2 + 1).to(tl.int64) * BLOCK_D + cols, acc, mask=mask)
+        elif through | tail_long:
+            REDUCE(sums, tl.where(through, slot - (stretch - start), slot), acc, BLOCK_D)
         if FUSED:
             if head_long:
-                # The stretch where the run starts: the first whose next boundary is inside the run.
-                left = stretch - stretch
-                right = stretch
-                while left < right:
-                    middle = (left + right) // 2
-                    if tl.load(keys_ptr + low + middle * STRETCH) < first:
-                        left = middle + 1
-                    else:
-                        right = middle
-                inside_before = tl.load(keys_ptr + low + left * STRETCH - 1, mask=left > 0, other=-1)
-                if inside_before == first:
-                    left = left - 1
-                pieces = run_pieces(keys_ptr, first, low + (left + 1) * STRETCH, high, STRETCH)
+                # Not earlier: over the walk above it would cost a register that wide rows do not have.
+                start = run_start(keys_ptr, first, stretch, low, STRETCH)
+                pieces = run_pieces(keys_ptr, first, low + (start + 1) * STRETCH, high, STRETCH)
                 element = element_base + (first.to(tl.int64) - row_base) * dim
                 arrive(
                     tensors, counters_ptr, partials_ptr, keys_ptr, first,
-                    slot - (stretch - left), left, pieces, element, cols, dim, BLOCK_D, STEP,
+                    slot - (stretch - start), start, pieces, element, cols, dim, BLOCK_D, ORDER, STEP,
                 )  # fmt: skip
             if tail_long:
                 pieces = run_pieces(keys_ptr, last, end, high, STRETCH)
                 element = element_base + (last.to(tl.int64) - row_base) * dim
                 arrive(
                     tensors, counters_ptr, partials_ptr, keys_ptr, last,
-                    slot, stretch, pieces, element, cols, dim, BLOCK_D, STEP,
+                    slot, stretch, pieces, element, cols, dim, BLOCK_D, ORDER, STEP,
                 )  # fmt: skip
         else:
             if tail_long:
@@ -237,9 +270,82 @@ def update_stretch(
                 entry = tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
                 record = owners_ptr + entry.to(tl.int64) * 4
                 tl.store(record, end.to(tl.int64))
-                tl.store(record + 1, partials_at + (stretch * 2).to(tl.int64) * BLOCK_D)
+                if REDUCE is None:
+                    tl.store(record + 1, partials_at + (stretch * 2).to(tl.int64) * BLOCK_D)
+                else:
+                    tl.store(record + 1, slot.to(tl.int64))
                 tl.store(record + 2, high.to(tl.int64))
                 tl.store(record + 3, (slot - slot + group).to(tl.int64))
+
+
+@triton.jit
+def update_share(
+    tensors,
+    grad_ptr,
+    keys_ptr,
+    values_ptr,
+    counters_ptr,
+    owners_ptr,
+    partials_ptr,
+    sums,
+    groups_ptr,
+    bounds_ptr,
+    lookups,
+    unit,
+    pid,
+    group,
+    programs,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDEST: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    LEAST_STRETCH: tl.constexpr,
+    STRETCH: tl.constexpr,
+    UNROLL: tl.constexpr,
+    GROUPED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    FUSED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    GRAD_ALIGN: tl.constexpr,
+    ORDER: tl.constexpr,
+    REDUCE: tl.constexpr,
+    TURNS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The share of program ``pid`` in a group: one stretch or, with TURNS, every ``programs``-th one."""
+    meta = groups_ptr + group * 6
+    row_base = tl.load(meta)
+    limit = tl.load(meta + 1)
+    element_base = tl.multiple_of(tl.load(meta + 2), 8)
+    if D > 0:
+        dim = D
+    else:
+        dim = tl.multiple_of(tl.load(meta + 3).to(tl.int32), ALIGN)
+    low = pid - pid + (lookups - lookups)
+    high = lookups
+    first_slot = pid - pid
+    partials_at = first_slot.to(tl.int64)
+    if GROUPED:
+        low = tl.load(bounds_ptr + group)
+        high = tl.load(bounds_ptr + group + 1)
+        partials_at = low * PARTIALS + group * 2 * WIDEST
+        first_slot = low // LEAST_STRETCH + group
+    if TURNS:
+        for turn in range(pid, (high - low + STRETCH - 1) // STRETCH, programs):
+            stretch = pid - pid + turn
+            update_stretch(
+                tensors, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
+                partials_ptr, partials_at, sums, stretch, low, high, first_slot + stretch,
+                row_base, limit, element_base, dim, unit, group,
+                D, BLOCK_D, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN, ORDER, REDUCE, STEP,
+            )  # fmt: skip
+    else:
+        update_stretch(
+            tensors, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
+            partials_ptr, partials_at, sums, pid, low, high, first_slot + pid,
+            row_base, limit, element_base, dim, unit, group,
+            D, BLOCK_D, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN, ORDER, REDUCE, STEP,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["lookups", "programs", "first_group"])
@@ -279,36 +385,13 @@ def tbe_update_kernel(
     host does not know, every group has the same programs, which take its stretches in turn. A group's partials
     start at PARTIALS elements a lookup before it, which no group exceeds, plus two of the WIDEST a group."""
     tensors = (weights_ptr, state1_ptr, state2_ptr, hyper_ptr, counter_ptr)
-    pid = tl.program_id(0)
-    group = first_group + tl.program_id(1)
-    meta = groups_ptr + group * 6
-    row_base = tl.load(meta)
-    limit = tl.load(meta + 1)
-    element_base = tl.multiple_of(tl.load(meta + 2), 8)
-    if D > 0:
-        dim = D
-    else:
-        dim = tl.multiple_of(tl.load(meta + 3).to(tl.int32), ALIGN)
-    if GROUPED:
-        low = tl.load(bounds_ptr + group)
-        high = tl.load(bounds_ptr + group + 1)
-        partials_at = low * PARTIALS + group * 2 * WIDEST
-        for turn in range(pid, (high - low + STRETCH - 1) // STRETCH, programs):
-            stretch = pid - pid + turn
-            update_stretch(
-                tensors, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
-                partials_ptr, partials_at, stretch, low, high, low // LEAST_STRETCH + group + stretch,
-                row_base, limit, element_base, dim, unit, group,
-                D, BLOCK_D, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN, STEP,
-            )  # fmt: skip
-    else:
-        none = pid - pid
-        update_stretch(
-            tensors, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
-            partials_ptr, none.to(tl.int64), pid, none + (lookups - lookups), lookups, pid,
-            row_base, limit, element_base, dim, unit, group,
-            D, BLOCK_D, STRETCH, UNROLL, WEIGHTED, FUSED, ALIGN, GRAD_ALIGN, STEP,
-        )  # fmt: skip
+    update_share(
+        tensors, grad_ptr, keys_ptr, values_ptr, counters_ptr, owners_ptr,
+        partials_ptr, partials_ptr, groups_ptr, bounds_ptr, lookups, unit,
+        tl.program_id(0), first_group + tl.program_id(1), programs,
+        D, BLOCK_D, WIDEST, PARTIALS, LEAST_STRETCH, STRETCH, UNROLL, GROUPED, WEIGHTED, FUSED, ALIGN,
+        GRAD_ALIGN, unordered, None, GROUPED, STEP,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["programs"])

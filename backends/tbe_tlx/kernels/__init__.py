@@ -1,0 +1,1 @@
+"""Kernels of the TLX backend. Importing one imports Triton."""
