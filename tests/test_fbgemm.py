@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -276,6 +277,37 @@ def test_a_part_of_a_model_keeps_its_prefix() -> None:
     train(model["emb"], [0])
     other.load_state_dict(model.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(states(model["emb"]), states(other["emb"]), strict=True))
+
+
+@pytest.mark.parametrize("mode", ["WARNING", "IGNORE", "NONE"])
+def test_compiled_without_a_graph_break(mode: str) -> None:
+    """Bad ids are row 0 in the graph too and are counted; the caller's tensors stay and no warning is given."""
+    options = {**SGD, "bounds_check_mode": ours.BoundsCheckMode[mode]}
+    eager, other = make(ours, **options), make(ours, **options)
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    for seed in range(3):
+        indices, offsets, weights = modules.batch(seed)
+        if mode != "NONE":
+            indices[0] = 99
+        again, given = indices.clone(), indices.tolist()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", tbe.BadLookupWarning)
+            left, right = eager(indices, offsets, weights), compiled(again, offsets, weights)
+        left.sum().backward()
+        right.sum().backward()
+        assert torch.equal(left, right) and again.tolist() == given
+        assert torch.equal(eager.bounds_check_warning, other.bounds_check_warning)
+    assert all(torch.equal(a, b) for a, b in zip(states(eager), states(other), strict=True))
+
+
+def test_lookups_in_no_bag() -> None:
+    emb = make(ours, **SGD, pooling_mode=ours.PoolingMode.MEAN)
+    out = emb(torch.tensor([5, 3, 4]), torch.tensor([1, 3, 3, 3, 3]), torch.ones(3))
+    torch.testing.assert_close(out[0, :8].detach(), emb.split_embedding_weights()[0][3:5].mean(dim=0))
+    specs = ((10, 8), (5, 8))
+    flat = make(ours, specs, feature_table_map=[0, 1], pooling_mode=ours.PoolingMode.NONE)
+    with pytest.raises(ValueError, match=r"offsets\[0\]=1 without pooling"):
+        flat(torch.tensor([5, 3]), torch.tensor([1, 2, 2]))
 
 
 def test_prefetch_is_the_bounds_check_alone() -> None:

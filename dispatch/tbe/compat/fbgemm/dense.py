@@ -170,7 +170,8 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
         if sizes is not None:
             handle = ops.register(spec)
             offsets, flatten = vbe_ops.enter(handle, self.weights.device, indices, offsets, sizes, True)
-        indices, offsets, samples = inputs.without_lead(indices.contiguous(), offsets.contiguous(), samples)
+        indices, offsets = indices.contiguous(), offsets.contiguous()
+        indices, offsets, samples = inputs.without_lead(indices, offsets, samples, spec.pooling != "none")
         samples = None if samples is None else samples.contiguous()
         check_inputs(spec, self.weights.device, indices, offsets, samples)
         if feature_requires_grad is not None and samples is not None:

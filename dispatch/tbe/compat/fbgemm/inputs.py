@@ -114,7 +114,7 @@ def refuse_bad(indices: torch.Tensor, offsets: torch.Tensor, ends: torch.Tensor,
 
 
 @lru_cache(maxsize=256)
-def _on_device(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _kept(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
     # Kept: a captured graph must not copy from the host's memory.
     return torch.tensor(ends).to(device, non_blocking=True)
 
@@ -138,44 +138,58 @@ def check(
     rows: torch.Tensor,
     counter: torch.Tensor,
     total: torch.Tensor,
-) -> None:
-    """FATAL raises and changes nothing. WARNING and IGNORE mend both tensors in place.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and offsets to look up. FATAL raises and changes nothing; WARNING and IGNORE mend them in place.
+
+    In a compiled graph they mend copies: the caller's tensors stay.
 
     WARNING counts this call's bad values in ``counter`` and adds them to ``total``, int64 ``[1]`` each. On the
     CPU a Python warning tells at once; on a GPU nothing waits, and ``flush`` tells.
     """
     if mode is BoundsCheckMode.NONE:
-        return
-    feature_ends = _on_device(tuple(ends), indices.device)
+        return indices, offsets
+    compiling = torch.compiler.is_compiling()
+    feature_ends = torch.tensor(ends, device=indices.device) if compiling else _kept(tuple(ends), indices.device)
     if mode is BoundsCheckMode.FATAL:
         refuse_bad(indices, offsets, feature_ends, rows)
-        return
+        return indices, offsets
     fixed, wrong_bags = mended(offsets, indices.numel())
     bad = bad_ids(indices, fixed, feature_ends, rows)
     count = wrong_bags + bad.sum()
     if mode is BoundsCheckMode.WARNING:
         counter.copy_(count)
         total.add_(count)
-    if indices.device.type == "cpu":
+    if indices.device.type == "cpu" and not compiling:
         found = int(count)
         if not found:
-            return
+            return indices, offsets
         if mode is BoundsCheckMode.WARNING:
             report(found, _FROM_CALL)
+    if compiling:  # autograd refuses a compiled graph that writes to the inputs that its backward needs
+        return indices.masked_fill(bad, 0), fixed
     # .data: the same tensors may be in an earlier call's graph, where good values have not changed.
     offsets.data.copy_(fixed)
     indices.data.masked_fill_(bad, 0)
+    return indices, offsets
 
 
 def without_lead(
-    indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
+    indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None, pooled: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Lookups before ``offsets[0]`` are in no bag: left out on the CPU, pruned on a GPU, where nothing waits."""
+    """Lookups before ``offsets[0]`` are in no bag: left out on the CPU, pruned on a GPU, where nothing waits.
+
+    Raises:
+        ValueError: there are some on the CPU, where without pooling they would have rows of the output.
+    """
+    if torch.compiler.is_compiling():  # values are not known, and the first offset is taken to be 0
+        return indices, offsets, per_sample_weights
     if indices.device.type != "cpu":
         position = torch.arange(indices.numel(), device=indices.device, dtype=offsets.dtype)
         return torch.where(position < offsets[:1], PRUNED_ID, indices), offsets, per_sample_weights
     first = int(offsets[0]) if offsets.numel() else 0
     if first <= 0:
         return indices, offsets, per_sample_weights
+    if not pooled:
+        raise ValueError(f"offsets[0]={first} without pooling: expected 0")
     weights = None if per_sample_weights is None else per_sample_weights[first:]
     return indices[first:], offsets - first, weights

@@ -243,8 +243,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(nn.Module):
             raise ValueError(f"offsets is on {offsets.device}: expected {indices.device}")
         buffers: dict[str, Any] = self._buffers
         rows, counter, total = (buffers[n] for n in ("rows_per_table", "bounds_check_warning", "bad_values"))
-        inputs.check(self._mode, indices, offsets, ends, rows, counter, total)
-        indices, offsets, weights = inputs.without_lead(indices.contiguous(), offsets.contiguous(), weights)
+        indices, offsets = inputs.check(self._mode, indices, offsets, ends, rows, counter, total)
+        indices, offsets = indices.contiguous(), offsets.contiguous()
+        indices, offsets, weights = inputs.without_lead(indices, offsets, weights, not self.is_nobag)
         return indices, offsets, None if weights is None else weights.contiguous()
 
     def prefetch(
