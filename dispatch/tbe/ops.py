@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tbe_core import Lookup, Spec, Training
+from tbe_core import Lookup, QuantizedLookup, QuantizedSpec, Spec, Training
 from tbe_core.validate import check_index_values, check_inputs, check_offset_values
 
 from . import policy
@@ -31,15 +31,26 @@ _library.define(
     "Tensor per_sample_weights, int spec, str backend) -> Tensor"
 )
 _library.define(
+    "quantized_lookup(Tensor weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, int spec, "
+    "str backend) -> Tensor"
+)
+_library.define(
     "check(Tensor weights, Tensor indices, Tensor offsets, Tensor(a!) bad, int spec, str backend) -> ()"
 )
 
 _specs: dict[int, Spec] = {}
+_quantized_specs: dict[int, QuantizedSpec] = {}
 
 
 def register(spec: Spec) -> int:
     """Enter a spec; returns the handle that the operators take, the same in every process."""
     _specs[spec.handle] = spec
+    return spec.handle
+
+
+def register_quantized(spec: QuantizedSpec) -> int:
+    """``register`` for read-only quantised tables."""
+    _quantized_specs[spec.handle] = spec
     return spec.handle
 
 
@@ -151,14 +162,61 @@ def _check(
     spec: int,
     backend: str,
 ) -> None:
-    mode = _specs[spec].bounds_check
-    if mode == "error" or indices.device.type == "cpu":
-        check_offset_values(_specs[spec], offsets, indices.numel())
-    if mode == "error":
-        check_index_values(_specs[spec], indices, offsets)
-    elif mode == "warn":
-        chosen, lookup = _lookup_of(weights, indices, offsets, None, spec, backend)
+    quantized = spec in _quantized_specs
+    known = _quantized_specs[spec] if quantized else _specs[spec]
+    if known.bounds_check == "error" or indices.device.type == "cpu":
+        check_offset_values(known, offsets, indices.numel())
+    if known.bounds_check == "error":
+        check_index_values(known, indices, offsets)
+    elif known.bounds_check == "warn":
+        make = _quantized_lookup_of if quantized else _lookup_of
+        chosen, lookup = make(weights, indices, offsets, None, spec, backend)
         chosen.count_bad(lookup, bad)
+
+
+def _quantized_lookup_of(
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    spec: int,
+    asked: str,
+) -> tuple[Any, Any]:
+    known, weighted = _quantized_specs[spec], per_sample_weights is not None
+    backend, plan = policy.backend_for(
+        known, weights.device, indices.dtype, offsets.dtype, weighted, asked
+    )
+    return backend, QuantizedLookup(known, plan, weights, indices, offsets, per_sample_weights)
+
+
+def quantized_lookup(
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    spec: int,
+    backend: str,
+) -> torch.Tensor:
+    """What ``torch.ops.tbe.quantized_lookup`` runs; an eager call runs it without the dispatcher."""
+    chosen, lookup = _quantized_lookup_of(weights, indices, offsets, per_sample_weights, spec, backend)
+    out: torch.Tensor = chosen.forward_quantized(lookup)
+    return out
+
+
+def _quantized_lookup_fake(
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    spec: int,
+    backend: str,
+) -> torch.Tensor:
+    known = _quantized_specs[spec]
+    _quantized_lookup_of(weights, indices, offsets, per_sample_weights, spec, backend)  # or raises the plan's reasons
+    check_inputs(known, weights.device, indices, offsets, per_sample_weights)
+    batch = (offsets.shape[0] - 1) // known.layout.features
+    height = indices.shape[0] if known.pooling == "none" else batch
+    return weights.new_empty((height, known.output_width), dtype=known.output_dtype)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -208,5 +266,7 @@ torch.library.register_fake(
     ),
     lib=_library,
 )
+_library.impl("quantized_lookup", quantized_lookup, "CompositeExplicitAutograd")
+torch.library.register_fake("tbe::quantized_lookup", _quantized_lookup_fake, lib=_library)
 torch.library.register_fake("tbe::check", lambda *args: None, lib=_library)
 torch.library.register_autograd("tbe::lookup", _backward, setup_context=_setup, lib=_library)

@@ -19,6 +19,7 @@ from tbe_core import (
     Plan,
     Policy,
     Problem,
+    QuantizedSpec,
     Spec,
     choose,
 )
@@ -116,7 +117,7 @@ def override_config(config: DeviceConfig) -> Iterator[None]:
 
 
 def backend_for(
-    spec: Spec,
+    spec: Spec | QuantizedSpec,
     device: torch.device,
     index_dtype: torch.dtype,
     offset_dtype: torch.dtype,
