@@ -96,7 +96,10 @@ class QuantizedTables:
         self.rows = torch.tensor([[row[1], row[2]] for row in by_feature], dtype=torch.int64, device=device)
         """Pooling none: rows and first byte of every feature's table."""
         self.linearise = torch.tensor(
-            [[t[1], layout.row_bases[n], t[3] // unit] for t, n in zip(by_feature, layout.feature_table_map)],
+            [
+                [t[1], layout.row_bases[n], t[3] // unit]
+                for t, n in zip(by_feature, layout.feature_table_map, strict=True)
+            ],
             dtype=torch.int64,
             device=device,
         )

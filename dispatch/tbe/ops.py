@@ -183,9 +183,7 @@ def _quantized_lookup_of(
     asked: str,
 ) -> tuple[Any, Any]:
     known, weighted = _quantized_specs[spec], per_sample_weights is not None
-    backend, plan = policy.backend_for(
-        known, weights.device, indices.dtype, offsets.dtype, weighted, asked
-    )
+    backend, plan = policy.backend_for(known, weights.device, indices.dtype, offsets.dtype, weighted, asked)
     return backend, QuantizedLookup(known, plan, weights, indices, offsets, per_sample_weights)
 
 
@@ -212,7 +210,8 @@ def _quantized_lookup_fake(
     backend: str,
 ) -> torch.Tensor:
     known = _quantized_specs[spec]
-    _quantized_lookup_of(weights, indices, offsets, per_sample_weights, spec, backend)  # or raises the plan's reasons
+    # For the plan's reasons, where no backend serves this call.
+    _quantized_lookup_of(weights, indices, offsets, per_sample_weights, spec, backend)
     check_inputs(known, weights.device, indices, offsets, per_sample_weights)
     batch = (offsets.shape[0] - 1) // known.layout.features
     height = indices.shape[0] if known.pooling == "none" else batch

@@ -115,9 +115,7 @@ class QuantizedTableBatchedEmbeddingBags(nn.Module):
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None, asked: str
     ) -> torch.Tensor:
         self._check(indices, offsets, asked)
-        return ops.quantized_lookup(
-            self.storage, indices, offsets, per_sample_weights, self._handle, asked
-        )
+        return ops.quantized_lookup(self.storage, indices, offsets, per_sample_weights, self._handle, asked)
 
     def _check(self, indices: torch.Tensor, offsets: torch.Tensor, asked: str) -> None:
         mode = self.spec.bounds_check
@@ -161,7 +159,7 @@ class QuantizedTableBatchedEmbeddingBags(nn.Module):
         return QuantizedMemory.of(self.spec)
 
     def _named_views(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds: ``<table>.<quantization>`` (the codes), ``<table>.scale``, ``<table>.bias``."""
+        """What a checkpoint holds: ``<table>.<quantization>``, the codes, ``<table>.scale`` and ``<table>.bias``."""
         form, views = self.spec.form, {}
         for number, table in enumerate(self.spec.layout.tables):
             packed = self.spec.table(self.storage, number)
@@ -173,7 +171,8 @@ class QuantizedTableBatchedEmbeddingBags(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name, view in self._named_views().items():
-            destination[prefix + name] = view
+            # torch.save refuses views of one memory in several dtypes; scales and biases are few.
+            destination[prefix + name] = view.clone() if view.dtype == torch.float32 else view
 
     def _load_from_state_dict(
         self,
@@ -208,8 +207,8 @@ class QuantizedTableBatchedEmbeddingBags(nn.Module):
         probe = fn(torch.empty(0, dtype=torch.float32, device=self.storage.device))
         if probe.dtype != torch.float32:
             raise ValueError(
-                f"cannot convert a quantised module to {probe.dtype}: output_dtype is set when the module is made; "
-                ".to(device) moves it"
+                f"cannot convert a quantised module to {probe.dtype}: output_dtype is set when the module is "
+                "made; .to(device) moves it"
             )
         policy.plan_for(self.spec.problem(), probe.device, policy.request(self.requested_backend))
         base: Any = super()
@@ -269,7 +268,8 @@ def quantize(
         output_dtype, bounds_check, backend: default: those of ``emb``.
 
     Raises:
-        ValueError: an argument is wrong, or a row holds inf or NaN; table and row are named.
+        ValueError: an argument is wrong, or a row holds inf or NaN, or spreads wider than float32 holds; table
+            and row are named.
         BackendError: no backend, or not the one asked for, serves quantised tables on the device.
     """
     if not isinstance(emb, TableBatchedEmbeddingBags):
@@ -305,4 +305,12 @@ def _pack_table(table: Table, rows: torch.Tensor, into: torch.Tensor, form: RowF
                 f"row {row} of table {table.name!r} holds {float(bad)}: expected finite values to quantise; "
                 "reset_rows makes a row new"
             )
-        into[piece] = pack(part, form)
+        packed = pack(part, form)
+        spread = form.scales(packed, table.dim).double() * form.largest
+        if bool((spread > torch.finfo(torch.float32).max).any()):
+            row = piece.start + int(spread.argmax())
+            raise ValueError(
+                f"row {row} of table {table.name!r} spreads over {float(spread.max()):.3g}: expected a number of "
+                "float32, in which rows are read back"
+            )
+        into[piece] = packed

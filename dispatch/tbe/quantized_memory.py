@@ -49,7 +49,8 @@ class QuantizedMemory:
         """By arithmetic: nothing is allocated."""
         tables = spec.layout.tables
         return cls(
-            spec.quantization, tuple(TableMemory(t.name, t.rows, t.dim, spec.form.row_bytes(t.dim)) for t in tables)
+            spec.quantization,
+            tuple(TableMemory(t.name, t.rows, t.dim, spec.form.row_bytes(t.dim)) for t in tables),
         )
 
     @property

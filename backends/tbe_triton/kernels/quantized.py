@@ -66,8 +66,8 @@ def tbe_quantized_pool_kernel(
     STREAMS: tl.constexpr,
 ):
     """Grid: features x blocks of BAGS bags x column blocks of BLOCK bytes. A program pools BAGS neighbouring bags
-    side by side. D and STRIDE are 0 where the features' dims differ. ``features_ptr`` is int64 ``[T_g, 6]``: feature, rows,
-    first byte of the table, first column, dim, bytes of a row."""
+    side by side. D and STRIDE are 0 where the features' dims differ. ``features_ptr`` is int64
+    ``[T_g, 6]``: feature, rows, first byte of the table, first column, dim, bytes of a row."""
     pid = tl.program_id(0)
     column_block = pid % COLUMN_BLOCKS
     bag_block = (pid // COLUMN_BLOCKS) % bag_blocks
