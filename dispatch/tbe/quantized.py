@@ -159,7 +159,7 @@ class QuantizedTableBatchedEmbeddingBags(nn.Module):
         return QuantizedMemory.of(self.spec)
 
     def _named_views(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds: ``<table>.<quantization>``, the codes, ``<table>.scale`` and ``<table>.bias``."""
+        """What a checkpoint holds: ``<table>.<quantization>`` (codes), ``<table>.scale``, ``<table>.bias``."""
         form, views = self.spec.form, {}
         for number, table in enumerate(self.spec.layout.tables):
             packed = self.spec.table(self.storage, number)
