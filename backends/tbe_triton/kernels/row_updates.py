@@ -97,8 +97,9 @@ def moments_direction(w, g, m, v, hyper_ptr, counter_ptr, dim, mask, ROWWISE: tl
     if ROWWISE:
         square = tl.sum(square, axis=0) / dim
     v = beta2 * v + (1.0 - beta2) * square
-    root = tl.sqrt(v / bias_correction(beta2, steps)) + eps
-    r = m / bias_correction(beta1, steps) / root + decay * w
+    # One division an element: the corrections are inverted once a row.
+    root = tl.sqrt(v * (1.0 / bias_correction(beta2, steps))) + eps
+    r = m * (1.0 / bias_correction(beta1, steps)) / root + decay * w
     return tl.where(mask, r, 0.0), m, v
 
 
