@@ -26,5 +26,10 @@ def state(optimizer: str) -> float:
     return _WEIGHTS.get(optimizer, _ADAM_STATE)
 
 
+def row_gradients(weights_dtype: torch.dtype) -> float:
+    """Sparse gradients: fp32 sums, rounded once to the table's dtype."""
+    return FORWARD_FP32 if weights_dtype == torch.float32 else FORWARD_LOW_PRECISION
+
+
 def per_sample_weight_grad(output_dtype: torch.dtype) -> float:
     return FORWARD_FP32 if output_dtype == torch.float32 else FORWARD_LOW_PRECISION

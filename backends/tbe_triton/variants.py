@@ -31,7 +31,7 @@ from tbe_core import (
     takes_dense_tier,
 )
 from tbe_core.dtypes import STATE_DTYPE, short_name
-from tbe_core.optimizers import REGISTRY, WEIGHT_DECAY_MODES, Adam
+from tbe_core.optimizers import REGISTRY, WEIGHT_DECAY_MODES, Adam, NoOptimizer
 from tbe_core.types import Pooling
 
 from .launcher import Record, recording
@@ -120,6 +120,7 @@ def _variants() -> Iterator[Variant]:
         for mode, norm in product(WEIGHT_DECAY_MODES, (0.0, 1.0))
         if RowwiseAdagrad(weight_decay_mode=mode, max_norm=norm) != DEFAULT_OPTIMIZER
     ]
+    optimizers.append(NoOptimizer())
     for dtype in (torch.float16, torch.bfloat16):
         yield Variant((128,), dtype, passes=only_update, stochastic_rounding=True)
     yield Variant((3, 16, 128, 512, 1024), torch.float32, optimizer=Adam(), passes=only_update)
@@ -175,6 +176,9 @@ class Call:
         with recording(record):
             if work == WEIGHT_GRAD:
                 backend.per_sample_weight_grad(lookup, grad)
+            elif work == UPDATE and not lookup.spec.optimizer.STEPS:
+                # Nobody has sorted: keys of 0, of which the host reads how many rows were touched.
+                backend.row_gradients(lookup, grad, carry.zero_())
             elif work == UPDATE:
                 backend.backward_update(lookup, grad, _training(lookup.spec), carry)
 

@@ -37,7 +37,7 @@ def checked(module: TableBatchedEmbeddingBags, values: Mapping[str, Any]) -> dic
         if name not in optimizer.HYPER:
             raise ValueError(
                 f"{name}={value!r}: {type(optimizer).__name__} has no such hyper-parameter, expected one of "
-                + ", ".join((*optimizer.HYPER, *pairs(optimizer)))
+                + (", ".join((*optimizer.HYPER, *pairs(optimizer))) or "those of the torch optimizer")
             )
         found[name] = _tensor(name, value) if isinstance(value, torch.Tensor) else _number(name, value)
     on_host = {n: float(v) for n, v in found.items() if isinstance(v, float) or v.device.type == "cpu"}

@@ -5,6 +5,7 @@ from .adam import Adam, PartialRowwiseAdam
 from .base import REGISTRY, Hyper, Optimizer, RowState, StateKind, StateSpec
 from .lamb import LAMB, PartialRowwiseLAMB
 from .lars import LARS
+from .none import NoOptimizer
 from .rowwise_adagrad import WEIGHT_DECAY_MODES, RowwiseAdagrad
 from .sgd import SGD
 
@@ -17,6 +18,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "Hyper",
+    "NoOptimizer",
     "Optimizer",
     "PartialRowwiseAdam",
     "PartialRowwiseLAMB",

@@ -45,7 +45,7 @@ class Optimizer:
 
     A subclass declares ``NAME``, ``STATE``, ``HYPER`` (names of its tensor-valued hyper-parameters, ``lr``
     first) and ``step_rows``. Structural options, which choose code and not values, are listed in ``FLAGS``.
-    ``COUNTS_STEPS``: the step depends on how many came before.
+    ``COUNTS_STEPS``: the step depends on how many came before. ``STEPS``: False only for ``NoOptimizer``.
     """
 
     lr: float = 0.01
@@ -55,6 +55,7 @@ class Optimizer:
     HYPER: ClassVar[tuple[str, ...]] = ("lr",)
     FLAGS: ClassVar[tuple[str, ...]] = ()
     COUNTS_STEPS: ClassVar[bool] = False
+    STEPS: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -133,8 +133,11 @@ def step_row(tensors, element, key, w, state1, state2, g, cols, dim, STEP: tl.co
     MODE: tl.constexpr = STEP[DECAY_MODE]
     LIMITED: tl.constexpr = STEP[LIMITS_NORM]
     mask = cols < dim
-    lr = tl.load(hyper_ptr)
-    if STEP[OPTIMIZER] == "sgd":
+    if STEP[OPTIMIZER] != "none":
+        lr = tl.load(hyper_ptr)
+    if STEP[OPTIMIZER] == "none":  # the row of a sparse gradient
+        w = g
+    elif STEP[OPTIMIZER] == "sgd":
         w = step_sgd(w, g, lr)
     elif STEP[OPTIMIZER] == "adagrad":
         w, state1 = step_adagrad(w, g, state1, lr, hyper_ptr)
