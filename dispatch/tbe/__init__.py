@@ -12,6 +12,8 @@ from tbe_core.optimizers import (
     PartialRowwiseAdam,
     PartialRowwiseLAMB,
     RowwiseAdagrad,
+    RowwiseAdagradWithCounter,
+    RowwiseRMSprop,
 )
 
 from . import init
@@ -42,6 +44,8 @@ __all__ = [
     "PartialRowwiseLAMB",
     "Plan",
     "RowwiseAdagrad",
+    "RowwiseAdagradWithCounter",
+    "RowwiseRMSprop",
     "Table",
     "TableBatchedEmbeddingBags",
     "backends",
