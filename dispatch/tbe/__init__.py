@@ -7,10 +7,13 @@ from tbe_core.optimizers import (
     SGD,
     Adagrad,
     Adam,
+    NoOptimizer,
     Optimizer,
     PartialRowwiseAdam,
     PartialRowwiseLAMB,
     RowwiseAdagrad,
+    RowwiseAdagradWithCounter,
+    RowwiseRMSprop,
 )
 
 from . import init
@@ -35,11 +38,14 @@ __all__ = [
     "BadLookupWarning",
     "Capabilities",
     "FusedOptimizer",
+    "NoOptimizer",
     "Optimizer",
     "PartialRowwiseAdam",
     "PartialRowwiseLAMB",
     "Plan",
     "RowwiseAdagrad",
+    "RowwiseAdagradWithCounter",
+    "RowwiseRMSprop",
     "Table",
     "TableBatchedEmbeddingBags",
     "backends",
