@@ -109,5 +109,17 @@ class Backend(Protocol):
         ``grad``: like the output. ``carry``: what the forward of the same lookup returned.
         """
 
+    def row_gradients(
+        self, lookup: Lookup, grad: torch.Tensor, carry: torch.Tensor
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """With ``NoOptimizer``, in place of ``backward_update``: the completed gradient of every touched row.
+
+        Waits for a GPU: only the device knows how many rows were touched.
+
+        Returns:
+            Per table of ``spec.trained``: ``[U]`` int64 rows of the table, ascending and distinct, and ``[U, D]``
+            their gradients in the tables' dtype, rounded once from the fp32 sum.
+        """
+
     def per_sample_weight_grad(self, lookup: Lookup, grad: torch.Tensor) -> torch.Tensor:
         """``[N]`` fp32: <row before the update, its bag's output gradient>, over the length for mean."""

@@ -11,6 +11,7 @@ import torch
 
 from .dtypes import OUTPUT_DTYPES, names
 from .layout import Layout
+from .optimizers import NoOptimizer
 from .plan import Plan
 from .quantization import FORMATS, QUANTIZATIONS, Quantization, RowFormat
 from .types import BOUNDS_CHECK_MODES, POOLING_MODES, BoundsCheck, Pooling, Problem
@@ -107,7 +108,7 @@ class QuantizedSpec:
             pooling=self.pooling,
             bounds_check=self.bounds_check,
             weighted=weighted,
-            optimizer="none",
+            optimizer=NoOptimizer.NAME,
             optimizer_flags=(),
             deterministic=True,
             quantization=self.quantization,

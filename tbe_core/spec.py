@@ -46,6 +46,10 @@ class Spec:
                 "stochastic_rounding=True with weights_dtype float32: expected float16 or bfloat16, or "
                 "stochastic_rounding=False; fp32 tables are never rounded"
             )
+        if self.stochastic_rounding and not self.optimizer.STEPS:
+            raise ValueError(
+                "stochastic_rounding=True with NoOptimizer: expected False, rows are stepped by a torch optimizer"
+            )
         if self.pooling == "none" and len(self.layout.dims) > 1:
             raise ValueError(
                 f"pooling='none' with dims {list(self.layout.dims)}: expected one dim for all features"

@@ -49,7 +49,10 @@ def route(lookups: int, config: DeviceConfig, caps: Capabilities, warps: int = 1
 
 
 def small_tables(spec: Spec, config: DeviceConfig) -> frozenset[int]:
-    """The tables that a step may change and that are small enough for the dense tier."""
+    """The tables that a step may change and that are small enough for the dense tier, which steps: none where a
+    sparse gradient is asked for."""
+    if not spec.optimizer.STEPS:
+        return frozenset()
     return frozenset(t for t in spec.trained if spec.layout.tables[t].rows <= config.dense_rows)
 
 

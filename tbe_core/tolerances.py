@@ -6,7 +6,8 @@ import torch
 
 FORWARD_FP32 = 1e-5
 FORWARD_LOW_PRECISION = 8e-3
-_WEIGHTS = {"sgd": 1e-5, "rowwise_adagrad": 1e-4, "adagrad": 1e-4}
+_WEIGHTS = {"sgd": 1e-5, "rowwise_adagrad": 1e-4, "adagrad": 1e-4,
+            "rowwise_adagrad_with_counter": 1e-4, "rowwise_rmsprop": 1e-4}  # fmt: skip
 _ADAM_WEIGHTS, _ADAM_STATE = 1e-3, 1e-4
 
 
@@ -24,6 +25,11 @@ def weights(optimizer: str, weights_dtype: torch.dtype) -> float:
 
 def state(optimizer: str) -> float:
     return _WEIGHTS.get(optimizer, _ADAM_STATE)
+
+
+def row_gradients(weights_dtype: torch.dtype) -> float:
+    """Sparse gradients: fp32 sums, rounded once to the table's dtype."""
+    return FORWARD_FP32 if weights_dtype == torch.float32 else FORWARD_LOW_PRECISION
 
 
 def per_sample_weight_grad(output_dtype: torch.dtype) -> float:

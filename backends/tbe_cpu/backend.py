@@ -17,7 +17,7 @@ from tbe_core import (
     Spec,
     Training,
 )
-from tbe_core.optimizers import REGISTRY, Hyper
+from tbe_core.optimizers import REGISTRY, Hyper, NoOptimizer
 from tbe_core.quantization import unpack
 from tbe_core.rounding import random_words, round_stochastically
 
@@ -42,7 +42,7 @@ class CpuBackend:
         return 0
 
     def unsupported(self, problem: Problem, caps: Capabilities) -> tuple[str, ...]:
-        if problem.quantization is None and problem.optimizer not in REGISTRY:
+        if problem.optimizer not in (*REGISTRY, NoOptimizer.NAME):
             return (f"optimizer {problem.optimizer!r} is unknown",)
         return ()
 
@@ -108,17 +108,12 @@ class CpuBackend:
         step, seed = NO_COUNTER if training.counter is None else training.counter.unbind()
         hyper = Hyper(tuple(training.hyper.unbind()), optimizer.HYPER, step)
         for part in group_lookups(lookup, lookup.spec.frozen):
-            keys, order = part.rows.sort(stable=True)
-            touched, lengths = keys.unique_consecutive(return_counts=True)
+            touched, sums = _row_sums(part, lookup, grad)
             if not touched.numel():
                 continue
-            scale = part.scale(lookup)
-            sums = sum_segments(
-                part.gather_columns(grad), part.bags[order], lengths, None if scale is None else scale[order]
-            )
             table = part.table(lookup.weights)
             views = {
-                spec.name: part.row_state(state) if spec.kind == "row" else part.table(state)
+                spec.name: part.table(state) if spec.kind == "element" else part.row_state(spec.by_row(state))
                 for spec, state in zip(optimizer.STATE, training.states, strict=True)
             }
             state = {name: view[touched] for name, view in views.items()}
@@ -131,6 +126,20 @@ class CpuBackend:
             for name, view in views.items():
                 view[touched] = state[name]
 
+    def row_gradients(
+        self, lookup: Lookup, grad: torch.Tensor, carry: torch.Tensor
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        layout, found = lookup.spec.layout, {}
+        for part in group_lookups(lookup, lookup.spec.frozen):
+            touched, sums = _row_sums(part, lookup, grad)
+            for t in sorted(lookup.spec.trained):
+                table = layout.tables[t]
+                if table.dim == part.dim:
+                    base = layout.row_bases[t] - part.group.row_base
+                    low, high = torch.searchsorted(touched, torch.tensor([base, base + table.rows])).tolist()
+                    found[t] = touched[low:high] - base, sums[low:high].to(lookup.spec.weights_dtype)
+        return found
+
     def per_sample_weight_grad(self, lookup: Lookup, grad: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(lookup.indices.numel(), dtype=torch.float32, device=grad.device)
         for part in group_lookups(lookup):
@@ -142,6 +151,17 @@ class CpuBackend:
                 dots = (table[part.rows[piece]].float() * bag_grads[bags]).sum(dim=1)
                 out[part.positions[piece]] = dots if inverse is None else dots * inverse[bags]
         return out
+
+
+def _row_sums(part: GroupLookup, lookup: Lookup, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[U]`` touched rows of the group, ascending, and ``[U, D]`` fp32 their gradients' sums."""
+    keys, order = part.rows.sort(stable=True)
+    touched, lengths = keys.unique_consecutive(return_counts=True)
+    if not touched.numel():
+        return touched, torch.zeros(0, part.dim)
+    scale = part.scale(lookup)
+    source = part.gather_columns(grad)
+    return touched, sum_segments(source, part.bags[order], lengths, None if scale is None else scale[order])
 
 
 def _gather(part: GroupLookup, lookup: Lookup) -> torch.Tensor:

@@ -32,9 +32,12 @@ if TYPE_CHECKING:
 
 MIN_TRITON = Version("3.6")
 OPTIMIZERS = (
+    "none",
     "sgd",
     "adagrad",
     "rowwise_adagrad",
+    "rowwise_adagrad_with_counter",
+    "rowwise_rmsprop",
     "adam",
     "partial_rowwise_adam",
     "lamb",
@@ -70,7 +73,7 @@ class TritonBackend:
 
     def unsupported(self, problem: Problem, caps: Capabilities) -> tuple[str, ...]:
         reasons = []
-        if problem.quantization is None and problem.optimizer not in OPTIMIZERS:
+        if problem.optimizer not in OPTIMIZERS:
             reasons.append(f"optimizer {problem.optimizer!r} has no kernel, only {', '.join(OPTIMIZERS)}")
         if problem.max_dim > MAX_DIM:
             reasons.append(f"dim {problem.max_dim} exceeds {MAX_DIM}, the widest row that a program holds")
@@ -186,6 +189,17 @@ class TritonBackend:
         from .update import Update
 
         Update(lookup, tables, grad, training, carry).launch()
+
+    def row_gradients(
+        self, lookup: Lookup, grad: torch.Tensor, carry: torch.Tensor
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        from .row_gradients import row_gradients
+
+        tables, grad = device_tables(lookup), grad.contiguous()
+        with on_device(grad):
+            weighted, n = lookup.per_sample_weights is not None, lookup.indices.numel()
+            kept = CarryLayout.of(lookup.spec, lookup.plan.config, n, lookup.batch, weighted).view(carry)
+            return row_gradients(lookup, tables, grad, kept)
 
     def per_sample_weight_grad(self, lookup: Lookup, grad: torch.Tensor) -> torch.Tensor:
         from . import launch

@@ -214,6 +214,10 @@ def _check(modules: list[TableBatchedEmbeddingBags], defer: bool, watched: list[
     for at, module in enumerate(modules):
         if not isinstance(module, TableBatchedEmbeddingBags):
             raise ValueError(f"modules[{at}] is a {type(module).__name__}: expected a TableBatchedEmbeddingBags")
+        if not module.spec.optimizer.STEPS:
+            raise ValueError(
+                f"modules[{at}] has NoOptimizer: expected a fused optimizer; give its parameters() to torch's"
+            )
         if module in modules[:at]:
             raise ValueError(f"modules[{at}] is given twice: expected distinct modules")
         if defer and module._deferred is not None:

@@ -15,7 +15,7 @@ from tbe_core.types import BoundsCheck, Pooling
 from tbe_core.validate import check_inputs
 
 from . import hyper as hyper_parameters
-from . import ops, policy, vbe_ops
+from . import ops, policy, sparse_gradients, vbe_ops
 from .accumulate import COMPILED, Accumulator
 from .bounds import BadLookups
 from .deferred import Deferred
@@ -36,7 +36,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         feature_table_map: T table numbers, one a feature; features may share a table. Default: one feature a
             table, in order.
         pooling: ``"sum"``, ``"mean"`` (over the bag's length) or ``"none"`` (one row an id; one dim for all).
-        optimizer: the fused optimizer, e.g. ``RowwiseAdagrad(lr=0.05)``.
+        optimizer: the fused optimizer, e.g. ``RowwiseAdagrad(lr=0.05)``; or ``NoOptimizer()``: tables are then
+            parameters ``<table>.weight`` that get sparse gradients, for an optimizer of torch.
         weights_dtype: float32, float16 or bfloat16.
         output_dtype: float32, float16 or bfloat16; sums accumulate in fp32 and round once.
         bounds_check: ``"error"`` raises before anything is written (synchronises a GPU); ``"warn"`` counts bad
@@ -107,13 +108,17 @@ class TableBatchedEmbeddingBags(nn.Module):
             weights.normal_(0, DEFAULT_STD, generator=generator)
         else:
             weights = torch.zeros(layout.total_elements, dtype=weights_dtype, device=where)
-        self.weights = nn.Parameter(weights, requires_grad=False)
+        self.weights: torch.Tensor
+        if optimizer.STEPS:
+            self.weights = nn.Parameter(weights, requires_grad=False)
+        else:  # the parameters are its views
+            self.register_buffer("weights", weights)
         if init is not None and init is not UNWRITTEN:
             self._initialise({t.name: chosen.get(t.name, normal()) for t in layout.tables}, generator)
         # The hook makes autograd call the backward: the tables themselves ask for no gradient.
-        self.hook = nn.Parameter(torch.empty(0, dtype=STATE_DTYPE, device=where))
+        self.hook = nn.Parameter(torch.empty(0, dtype=STATE_DTYPE, device=where), requires_grad=optimizer.STEPS)
         for state in optimizer.STATE:
-            length = layout.total_rows if state.kind == "row" else layout.total_elements
+            length = state.length(layout.total_rows, layout.total_elements)
             self.register_buffer(f"state_{state.name}", torch.zeros(length, dtype=STATE_DTYPE, device=where))
         self.hyper: torch.Tensor
         hyper = torch.tensor(optimizer.hyper_values(), dtype=STATE_DTYPE, device=where)
@@ -126,6 +131,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         self._deferred: Deferred | None = None
         self.bad: torch.Tensor
         self.register_buffer("bad", torch.zeros(2, dtype=torch.int64, device=where), persistent=False)
+        if not optimizer.STEPS:
+            sparse_gradients.enter(self)
 
     @property
     def states(self) -> list[torch.Tensor]:
@@ -179,6 +186,12 @@ class TableBatchedEmbeddingBags(nn.Module):
             check_inputs(self.spec, self.weights.device, indices, offsets, per_sample_weights)
         if feature_requires_grad is not None:
             per_sample_weights = mask_gradient(self.spec, offsets, per_sample_weights, feature_requires_grad)
+        if not self.spec.optimizer.STEPS and not eager and torch.is_grad_enabled():
+            if not torch.compiler.is_compiling():
+                raise RuntimeError(sparse_gradients.DISPATCHED)
+            self._check(indices, offsets, asked)
+            out = sparse_gradients.lookup_uncompiled(self, indices, offsets, per_sample_weights, asked)
+            return out if flatten is None else flatten(out)
         if eager:
             out = self._eager(indices, offsets, per_sample_weights, asked, training)
             return out if flatten is None else flatten(out)
@@ -203,6 +216,9 @@ class TableBatchedEmbeddingBags(nn.Module):
     ) -> torch.Tensor:
         if self.spec.bounds_check != "none":
             self._check(indices, offsets, asked)
+        if not self.spec.optimizer.STEPS:
+            got: torch.Tensor = sparse_gradients.lookup(self, indices, offsets, per_sample_weights, asked)
+            return got
         weights = self.weights.data
         backend, plan = policy.backend_for(
             self.spec, weights.device, indices.dtype, offsets.dtype, per_sample_weights is not None, asked
@@ -254,6 +270,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         end. Raises ``RuntimeError`` for a block inside a block, a compiled training call in it, and a backward
         after it of a lookup made in it.
         """
+        if not self.spec.optimizer.STEPS:
+            raise RuntimeError(sparse_gradients.ACCUMULATE)
         return self._accumulator.collect()
 
     def flush(self) -> None:
@@ -278,10 +296,10 @@ class TableBatchedEmbeddingBags(nn.Module):
         return self._split(self.weights.detach())
 
     def split_optimizer_states(self) -> list[dict[str, torch.Tensor]]:
-        """Per table: state name to a view, ``[rows]`` or ``[rows, dim]`` fp32."""
+        """Per table: state name to a view, ``[rows]``, ``[rows, 2]`` or ``[rows, dim]`` fp32."""
         split: list[dict[str, torch.Tensor]] = [{} for _ in self.spec.layout.tables]
         for spec, state in zip(self.spec.optimizer.STATE, self.states, strict=True):
-            views = self._split(state) if spec.kind == "element" else self._split_rows(state)
+            views = self._split(state) if spec.kind == "element" else self._split_rows(spec.by_row(state))
             for into, view in zip(split, views, strict=True):
                 into[spec.name] = view
         return split
@@ -330,7 +348,7 @@ class TableBatchedEmbeddingBags(nn.Module):
     def _named_views(self) -> dict[str, torch.Tensor]:
         """What a checkpoint holds: ``<table>.weight``, ``<table>.<state>``, ``hyper``; where steps are counted,
         ``step`` and ``rounding_seed``."""
-        views = {"hyper": self.hyper}
+        views = {"hyper": self.hyper} if self.spec.optimizer.HYPER else {}
         if self.counter is not None:
             views |= {"step": self.counter[0], "rounding_seed": self.counter[1]}
         weights, states = self.split_embedding_weights(), self.split_optimizer_states()
@@ -390,13 +408,22 @@ class TableBatchedEmbeddingBags(nn.Module):
                 )
         policy.plan_for(self.spec.problem(), probe.device, policy.request(self.requested_backend))
         base: Any = super()
-        base._apply(fn, recurse)
+        if self.spec.optimizer.STEPS:
+            base._apply(fn, recurse)
+            return self
+        sparse_gradients.let_go(self)
+        try:
+            base._apply(fn, recurse)
+        finally:
+            sparse_gradients.link(self)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         base: Any = super()
         base.__setstate__(state)
         self._handle = ops.register(self.spec)
+        if not self.spec.optimizer.STEPS:
+            sparse_gradients.link(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_bad_lookups": self._bad_lookups.forked(), "_deferred": None}

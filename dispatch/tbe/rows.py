@@ -135,5 +135,7 @@ def resized(
                 fill_from(weight, make, old.rows, generator)
     grown._init = dict(emb._init)
     grown._hyper_values = list(emb._hyper_values)
-    grown.hook.requires_grad_(emb.hook.requires_grad)
+    trains = dict(emb.named_parameters())
+    for name, parameter in grown.named_parameters():
+        parameter.requires_grad_(trains[name].requires_grad)
     return grown.train(emb.training)

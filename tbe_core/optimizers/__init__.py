@@ -5,7 +5,10 @@ from .adam import Adam, PartialRowwiseAdam
 from .base import REGISTRY, Hyper, Optimizer, RowState, StateKind, StateSpec
 from .lamb import LAMB, PartialRowwiseLAMB
 from .lars import LARS
+from .none import NoOptimizer
 from .rowwise_adagrad import WEIGHT_DECAY_MODES, RowwiseAdagrad
+from .rowwise_adagrad_with_counter import RowwiseAdagradWithCounter
+from .rowwise_rmsprop import RowwiseRMSprop
 from .sgd import SGD
 
 __all__ = [
@@ -17,11 +20,14 @@ __all__ = [
     "Adagrad",
     "Adam",
     "Hyper",
+    "NoOptimizer",
     "Optimizer",
     "PartialRowwiseAdam",
     "PartialRowwiseLAMB",
     "RowState",
     "RowwiseAdagrad",
+    "RowwiseAdagradWithCounter",
+    "RowwiseRMSprop",
     "StateKind",
     "StateSpec",
 ]
