@@ -164,7 +164,7 @@ ONLY_TLX = {"persistent_warps", "steal_stretches"}
 UNSEARCHED = {"source", "reduce_programs"}
 """No number, and one that acts only where ``deterministic=False``, which no workload asks for."""
 BLACKWELL = Capabilities(
-    device="B200", vendor="nvidia", arch="sm_100", processors=148, tlx_provider="fbtriton", tlx_features=FEATURES
+    "cuda", "nvidia", "sm_100", processors=148, tlx_provider="fbtriton", tlx_features=frozenset(FEATURES)
 )
 
 
