@@ -56,7 +56,8 @@ assert all(hasattr(r, "registers") for r in cross_compiler.compile_kernels("TARG
 print(json.dumps(rows))
 """
 MANY_SCALARS = {"gfx90a": 100, "gfx942": 100, "gfx950": 100}
-"""Scalar registers above which a wave takes the place of an eighth, which is not modelled."""
+"""Scalar registers above which a SIMD holds seven waves at most, which ``resident_warps`` leaves out."""
+SCALARS_ALLOW = 7
 
 
 @pytest.mark.compile
@@ -66,7 +67,8 @@ def test_llvm_counts_the_same(target: str) -> None:
     done = python(OCCUPANCY.replace("TARGET", target))
     assert done.returncode == 0, done.stderr
     rows: list[list[int]] = json.loads(done.stdout)
-    judged = [(ours, llvm) for ours, llvm, scalars in rows if scalars <= MANY_SCALARS.get(target, scalars)]
-    assert len(judged) > 20 and len(judged) >= len(rows) - 4
-    assert not [pair for pair in judged if pair[0] != pair[1]]
-    assert len({llvm for _, llvm in judged}) > 1, "a kernel of many registers is among them"
+    assert len(rows) > 20
+    for ours, llvm, scalars in rows:
+        many = scalars > MANY_SCALARS.get(target, scalars)
+        assert llvm == (min(ours, SCALARS_ALLOW) if many else ours), scalars
+    assert len({llvm for _, llvm, _ in rows}) > 1, "a kernel of many registers is among them"

@@ -21,9 +21,11 @@ from tbe.cli.main import app
 from tbe.tune import Discarded, TuneError
 from tbe.tune_device import Bench, TuneOptions, space
 from tbe_core import Absent, Backend, Capabilities, DeviceConfig, Lookup
+from tbe_core.assist import FEATURES
 from tbe_core.device_files import read
 from tbe_core.tuning import PASSES, Knob, Pass, Tunable
 from tbe_cpu import CpuBackend
+from tbe_tlx.backend import TlxBackend
 from tbe_triton import TritonBackend
 
 
@@ -158,10 +160,20 @@ def test_which_backends_are_tunable() -> None:
     assert isinstance(TritonBackend(), Tunable) and not isinstance(CpuBackend(), Tunable)
 
 
-def test_the_triton_space_has_every_number_with_alternatives() -> None:
+ONLY_TLX = {"persistent_warps", "steal_stretches"}
+UNSEARCHED = {"source", "reduce_programs"}
+"""No number, and one that acts only where ``deterministic=False``, which no workload asks for."""
+BLACKWELL = Capabilities(
+    "cuda", "nvidia", "sm_100", processors=148, tlx_provider="fbtriton", tlx_features=frozenset(FEATURES)
+)
+
+
+@pytest.mark.parametrize("backend", (TritonBackend(), TlxBackend()))
+def test_the_space_has_every_number_with_alternatives(backend: TritonBackend) -> None:
     """A number that nobody would search is no threshold of a device: new ones need their candidates."""
-    knobs = TritonBackend().search_space(tbe.capabilities("cpu"))
-    assert sorted(knob.field for knob in knobs) == sorted(START.to_dict().keys() - {"source"})
+    knobs = backend.search_space(BLACKWELL)
+    others = UNSEARCHED if isinstance(backend, TlxBackend) else UNSEARCHED | ONLY_TLX
+    assert sorted(knob.field for knob in knobs) == sorted(START.to_dict().keys() - others)
     for knob in knobs:
         default = getattr(START, knob.field)
         assert len(set(knob.values)) == len(knob.values) > 1 and default in knob.values
@@ -177,7 +189,7 @@ REFUSED = {
     "the cpu backend": (("--device", "cpu"), "nothing is worth tuning for backend 'cpu'"),
     "no interpreter": (("--backend", "triton"), "backend 'triton' cannot run on cpu: no GPU"),
     "unknown": (("--backend", "nosuch"), "backend 'nosuch' cannot run on cpu: unknown, expected one of"),
-    "not here": (("--backend", "tlx"), "backend 'tlx' cannot run on cpu: package tbe_tlx is not part"),
+    "not here": (("--backend", "tlx"), "backend 'tlx' cannot run on cpu: for devices of nvidia only"),
     "scale": (("--scale", "2"), "--scale must be in (0, 1], got 2"),
     "workload": (("--workloads", "nosuch"), "unknown workload nosuch; valid: all, base"),
     "device": (("--device", "tpu"), "--device"),

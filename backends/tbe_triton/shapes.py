@@ -139,8 +139,11 @@ def _elements(layout: Layout, feature: int) -> int:
     return table.rows * table.dim
 
 
-def update_shapes(layout: Layout, config: DeviceConfig, warp_size: int) -> tuple[UpdateShape, ...]:
-    shapes = []
+def update_shapes(spec: Spec, config: DeviceConfig, warp_size: int) -> tuple[UpdateShape, ...]:
+    layout, shapes = spec.layout, []
+    # State of more than a scalar a row is loaded ahead, too: of such rows fewer are held at once, or they spill.
+    carries_more = len(spec.optimizer.STATE) > 1 or any(s.kind == "pair" for s in spec.optimizer.STATE)
+    unroll = max(config.unroll // 2, 1) if carries_more else config.unroll
     for block, groups in _by_block({i: g.dim for i, g in enumerate(layout.groups)}).items():
         dims = {layout.groups[g].dim for g in groups}
         shapes.append(
@@ -151,7 +154,7 @@ def update_shapes(layout: Layout, config: DeviceConfig, warp_size: int) -> tuple
                 align=alignment(*dims),
                 dim=next(iter(dims)) if len(dims) == 1 else 0,
                 block=block,
-                unroll=config.unroll if block <= 2048 else 1,
+                unroll=unroll if block <= 2048 else 1,
                 warps=warps_for(block, config, warp_size),
             )
         )

@@ -57,7 +57,7 @@ class DeviceTables:
         row = (layout, config, caps.warp_size, spec.weights_dtype.itemsize)
         self.forward_shapes = forward_shapes(*row)
         self.forward_short_shapes = forward_shapes(*row, short=True)
-        self.update_shapes = update_shapes(layout, config, caps.warp_size)
+        self.update_shapes = update_shapes(spec, config, caps.warp_size)
         self.linearise = torch.tensor(
             [
                 [table.rows, layout.row_bases[t], layout.feature_columns[f] // self.unit]
