@@ -92,7 +92,12 @@ REPLACED: dict[str, Any] = {
 """What takes the place of FBGEMM_GPU's classes where TorchRec makes its kernels, by name."""
 
 
-def served(module: nn.Module) -> list[nn.Module]:
-    """The modules of this library inside a sharded model, for a look at their ``tables``."""
+def served(model: nn.Module) -> list[Any]:
+    """The modules of this library inside a sharded model, for a look at their ``tables``.
+
+    TorchRec keeps its lookups out of ``model.modules()``: this finds them there.
+    """
     kinds = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)
-    return [found for found in module.modules() if isinstance(found, kinds)]
+    lookups = [lookup for module in model.modules() for lookup in getattr(module, "_lookups", ())]
+    found = [m for root in (model, *lookups) for m in root.modules() if isinstance(m, kinds)]
+    return list({id(module): module for module in found}.values())
