@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchrec_worker as worker
-from helpers import environment, python
+from helpers import ROOT, environment, python
 from torchrec_worker import CASES, STEPS, WORLD, Case
 
 import tbe
@@ -339,3 +341,66 @@ def test_importing_tbe_does_not_import_torchrec() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def example(*options: str) -> list[float]:
+    """The losses that examples/torchrec_dlrm.py prints on two processes."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(ROOT / "examples" / "torchrec_dlrm.py"), *options],
+        env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [float(line.split()[-1]) for line in done.stdout.splitlines() if " loss " in line]
+
+
+@needs_torchrec
+def test_the_example_and_its_checkpoint(tmp_path: Path) -> None:
+    """Four steps over ours, then four over FBGEMM_GPU's from the checkpoint, are eight over FBGEMM_GPU's."""
+    ours = example("--kernel", "tbe", "--steps", "4", "--save", str(tmp_path))
+    resumed = example("--kernel", "fbgemm", "--steps", "4", "--resume", str(tmp_path))
+    straight = example("--kernel", "fbgemm", "--steps", "8")
+    assert len(straight) == 8 and len({*straight}) > 4
+    assert ours + resumed == pytest.approx(straight, abs=1e-5)
+
+
+def test_the_figures_are_those_of_the_page() -> None:
+    from tbe.compat.torchrec.figures import H200
+
+    page = (ROOT / "docs" / "measured_facts.md").read_text(encoding="utf-8")
+    for name, figures in H200.items():
+        cells = re.search(rf"^\| {name} \|(.+)$", page, re.MULTILINE)
+        assert cells is not None
+        first = [float(cell.split("/")[0].replace(",", "")) for cell in cells[1].split("|")[:3]]
+        assert (figures.forward, figures.together) == (first[0], first[2])
+
+
+@needs_torchrec
+def test_one_gpu_is_predicted_as_measured() -> None:
+    """The planner's model, fed with a workload's own figures, gives that workload's times back."""
+    from tbe.compat.torchrec.figures import H200
+    from tbe.compat.torchrec.simulate import predict
+
+    figures = H200["mlperf_dlrm2"]
+    found = predict(1, figures, 8192)
+    assert found.sharding == {"table_wise": 26}
+    assert found.forward == pytest.approx(figures.forward * 1e-3, rel=1e-6)
+    assert found.update == pytest.approx((figures.together - figures.forward) * 1e-3, rel=1e-6)
+    with pytest.raises(ValueError, match="gpus=12"):
+        predict(12, figures, 8192)
+    with pytest.raises(ValueError, match="batch=100"):
+        predict(8, figures, 100)
+
+
+@needs_torchrec
+def test_eight_gpus_share_the_work() -> None:
+    """Every lookup is on some GPU: the mean GPU has an eighth of what one GPU would have."""
+    from torchrec.distributed.planner.estimator.estimator import EmbeddingPerfEstimatorFactory
+
+    from tbe.compat.torchrec import planning
+    from tbe.compat.torchrec.figures import H200
+    from tbe.compat.torchrec.simulate import predict
+
+    one, eight = (predict(n, H200["uniform_10m"], 65536) for n in (1, 8))
+    assert sum(eight.sharding.values()) == 26
+    assert eight.mean <= eight.slowest < one.slowest
+    assert eight.forward + eight.update >= (one.forward + one.update) / 8 * 0.9
+    assert EmbeddingPerfEstimatorFactory.create(planning.NAME).config.name == "tbe_h200:uniform_10m"
