@@ -3,14 +3,15 @@
     torchrun --nproc-per-node 2 examples/torchrec_dlrm.py --kernel tbe
     torchrun --nproc-per-node 2 examples/torchrec_dlrm.py --kernel fbgemm
 
-print the same losses. With ``--save DIR`` a checkpoint is written at the end; ``--resume DIR`` goes on from it, under
-either kernel. ``--device cuda`` takes one GPU a process, over NCCL.
+print the same losses. With ``--save DIR`` a checkpoint is written at the end; ``--resume DIR`` goes on from it,
+under either kernel. ``--device cuda`` takes one GPU a process, over NCCL.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import warnings
@@ -93,8 +94,9 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")  # TorchRec's own
     rank = int(os.environ["RANK"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if options.device == "cuda" else torch.device("cpu")
+    device = torch.device(options.device)
     if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     model = build(options, device)
@@ -122,6 +124,10 @@ def main() -> None:
         step = torch.tensor([float(first + options.steps)])
         state = {"model": model.state_dict(), "fused": model.fused_optimizer.state_dict(), "step": step}
         dcp.save(state, checkpoint_id=options.save)
+    # Nobody leaves while another still writes or reads, and no tensor of the group outlives it.
+    dist.barrier()
+    del model, dense
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""TorchRec's DistributedModelParallel over this library's kernels: as over its own, and as the fp64 reference says."""
+"""TorchRec's models over this library's kernels: as over its own, and as the fp64 reference says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +230,8 @@ def test_as_the_reference(name: str, results: list[dict[str, Any]]) -> None:
                     view.double(), values[row : row + view.shape[0]], rtol=bound, atol=bound
                 )
     copies = WORLD if case.sharding == "data_parallel" else 1
-    assert seen == copies * sum(r * d for r, d in zip(worker.ROWS, case.dims, strict=True)), "every element judged"
+    elements = sum(r * d for r, d in zip(worker.ROWS, case.dims, strict=True))
+    assert seen == copies * elements, "every element judged"
 
 
 @needs_torchrec

@@ -9,6 +9,7 @@ test_torchrec.py, which imports this file's cases too.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -58,7 +59,7 @@ CASES = {
     "row_wise-variable": Case("row_wise", variable=True, dims=(8, 8, 8)),
     "variable-weighted": Case(variable=True, weighted=True, optimizer="EXACT_SGD"),
     "adagrad": Case(optimizer="EXACT_ADAGRAD"),
-    # Rank 0 has a group of tables for each pooling, which write into one tensor: FBGEMM_GPU does that on GPUs alone.
+    # Rank 0 has a group of tables for each pooling, which write into one tensor: FBGEMM_GPU's on GPUs alone.
     "variable-groups": Case(variable=True, mean=(2,), theirs=False),
     "mean": Case(mean=(0, 1, 2)),
     "row_wise-mean": Case("row_wise", mean=(0, 1, 2)),
@@ -360,6 +361,9 @@ def main(rank: int, folder: Path, port: int) -> None:
     found["left alone"] = left_alone(rank)
     found["planned"] = planned(rank)
     torch.save(found, folder / f"{rank}.pt")
+    # A model that outlives its process group may abort the process as it exits.
+    dist.barrier()
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -23,7 +23,8 @@ def check(
         missing = [
             name
             for name, value in (
-                ("vbe_output", output), ("vbe_output_offsets", offsets), ("batch_size_per_feature_per_rank", sizes),
+                ("vbe_output", output), ("vbe_output_offsets", offsets),
+                ("batch_size_per_feature_per_rank", sizes),
             )
             if value is None
         ]  # fmt: skip
@@ -51,7 +52,7 @@ def _pieces(counts: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor
 def place(
     out: torch.Tensor, dims: tuple[int, ...], sizes: Sizes, output: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """Write the flat ``out``, rank by rank and feature by feature, to where ``offsets [R, T]`` says in ``output``.
+    """Write the flat ``out``, by rank, then feature, to where ``offsets [R, T]`` says in ``output``.
 
     Returns ``output``, which autograd then knows as a function of ``out`` and of what it held elsewhere.
     """

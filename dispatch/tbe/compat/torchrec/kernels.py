@@ -51,9 +51,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(compat.SplitTableBatchedEmbeddingBag
 
     def __getattr__(self, name: str) -> Any:
         """``weights_host`` or ``weights_dev`` is the storage as it is, whatever the tables' order."""
-        if name in ("weights_host", "weights_dev") and "tables" in self._modules:
-            if name == f"weights_{LOCATIONS[self.location]}":
-                return self.tables.weights
+        held = name in ("weights_host", "weights_dev") and "tables" in self._modules
+        if held and name == f"weights_{LOCATIONS[self.location]}":
+            return self.tables.weights
         return super().__getattr__(name)
 
 
@@ -67,7 +67,7 @@ class DenseTableBatchedEmbeddingBagsCodegen(compat.DenseTableBatchedEmbeddingBag
 
 
 def stand_in(theirs: Any, ours: Any) -> Any:
-    """A class to call in place of ``theirs``: makes an instance of ours, and asks ``isinstance`` as theirs does."""
+    """A class in place of ``theirs``: makes an instance of ours, and is to ``isinstance`` what theirs is."""
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:

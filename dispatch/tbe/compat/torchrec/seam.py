@@ -72,7 +72,7 @@ def install() -> Installation:
         from . import kernels
     except ImportError as error:
         raise ImportError(
-            f"tbe.compat.torchrec needs torchrec and fbgemm_gpu: {error}; docs/torchrec.md says how to install them"
+            f"tbe.compat.torchrec needs torchrec and fbgemm_gpu: {error}; see docs/torchrec.md for how to install"
         ) from error
     wanted = [(kernel, name, value) for name, value in kernels.REPLACED.items()]
     wanted += [(lookup, name, _refuse_fully_sharded) for name in FULLY_SHARDED]

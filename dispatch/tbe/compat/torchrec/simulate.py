@@ -22,7 +22,7 @@ GIB, GB = 1024**3, 1e9
 MEMORY = 141 * GB
 """Bytes of an H200's memory: its datasheet."""
 NVLINK, NETWORK = 450.0, 50.0
-"""GB/s a GPU and direction, not measured here: H200's NVLink (900 both ways) and one 400 Gb/s port, by datasheet."""
+"""GB/s a GPU and direction, by datasheet, not measured: H200's NVLink (900 both ways) and one 400 Gb/s port."""
 GLOBAL_BATCH = 65536
 """Samples a step of all GPUs."""
 
@@ -42,7 +42,9 @@ class Prediction:
     """Tables by sharding type."""
 
 
-def predict(gpus: int, figures: Figures, batch: int, nvlink: float = NVLINK, network: float = NETWORK) -> Prediction:
+def predict(
+    gpus: int, figures: Figures, batch: int, nvlink: float = NVLINK, network: float = NETWORK
+) -> Prediction:
     """Plan the 26 tables in fp16 on ``gpus``, 8 a host, ``batch`` samples of all GPUs a step.
 
     Raises:
@@ -109,9 +111,8 @@ def _summed(gpus: int, plan: Any) -> Prediction:
             per_gpu[shard.rank] += torch.tensor([perf.fwd_compute, perf.bwd_compute, communication])
     totals = per_gpu.sum(dim=1)
     forward, update, communication = per_gpu[int(totals.argmax())].tolist()
-    return Prediction(
-        gpus, forward, update, communication, float(totals.max()), float(totals.mean()), dict(sorted(sharding.items()))
-    )
+    slowest, mean = float(totals.max()), float(totals.mean())
+    return Prediction(gpus, forward, update, communication, slowest, mean, dict(sorted(sharding.items())))
 
 
 def main(
