@@ -393,6 +393,7 @@ def test_one_gpu_is_predicted_as_measured() -> None:
 @needs_torchrec
 def test_eight_gpus_share_the_work() -> None:
     """Every lookup is on some GPU: the mean GPU has an eighth of what one GPU would have."""
+    from torchrec.distributed.planner import Topology
     from torchrec.distributed.planner.estimator.estimator import EmbeddingPerfEstimatorFactory
 
     from tbe.compat.torchrec import planning
@@ -403,4 +404,5 @@ def test_eight_gpus_share_the_work() -> None:
     assert sum(eight.sharding.values()) == 26
     assert eight.mean <= eight.slowest < one.slowest
     assert eight.forward + eight.update >= (one.forward + one.update) / 8 * 0.9
-    assert EmbeddingPerfEstimatorFactory.create(planning.NAME).config.name == "tbe_h200:uniform_10m"
+    registered = EmbeddingPerfEstimatorFactory.create(planning.NAME, topology=Topology(8, "cuda"))
+    assert registered.config.name == "tbe_h200:uniform_10m"

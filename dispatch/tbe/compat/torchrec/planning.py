@@ -11,7 +11,7 @@ from torchrec.distributed.planner.estimator.estimator import (
 )
 from torchrec.distributed.planner.estimator.types import HardwarePerfConfig
 
-from .figures import H200, Figures
+from .figures import GRADIENT, H200, Figures
 
 NAME = "tbe_h200"
 """Under which the configuration is registered with TorchRec's ``EmbeddingPerfEstimatorFactory``."""
@@ -27,6 +27,8 @@ def config(figures: Figures) -> type[Any]:
 
     class MeasuredPerfConfig(HardwarePerfConfig):  # type: ignore[misc, unused-ignore]
         name = f"{NAME}:{figures.workload}"
+        # Outputs are fp32 where the sharder asks for nothing else; TorchRec would assume the tables' dtype.
+        _default_output_data_type_size = float(GRADIENT)
 
         def _lookups(self, ctx: Any) -> float:
             """Lookups that reach the shard in a step, of all ranks; a row-wise shard sees its part of them."""
