@@ -160,7 +160,51 @@ def balanced() -> None:
     picture.save("balanced.svg")
 
 
+def call() -> None:
+    """How a call of the module reaches a backend, and its backward the tables."""
+    picture = Picture(880, 560, "How a call flows from the module to the backend and back")
+
+    def node(x: float, y: float, w: float, *lines: str, fill: str = PALE) -> None:
+        picture.box(x, y, w, 16 + 18 * len(lines), fill)
+        for i, line in enumerate(lines):
+            picture.text(x + w / 2, y + 21 + 18 * i, line, "middle", 13)
+
+    node(240, 15, 400, "TableBatchedEmbeddingBags.forward", "shapes, dtypes, devices: no value is read")
+    picture.line(440, 67, 440, 93, arrow=True)
+    node(240, 95, 400, "torch.ops.tbe.check", "ids and offsets, as bounds_check says")
+    picture.line(640, 41, 740, 41)
+    picture.line(740, 41, 740, 208, arrow=True)
+    picture.text(748, 193, "torch.export", size=12)
+    for x, label in ((140, "eager"), (440, "torch.compile, fake tensors")):
+        picture.line(440, 147, x, 172)
+        picture.line(x, 172, x, 208, arrow=True)
+        picture.text(x + 8, 193, label, size=12)
+    node(20, 210, 240, "TrainingLookup,", "an autograd.Function", fill=COLOURS[1])
+    node(320, 210, 240, "torch.ops.tbe.lookup,", "with schema and fake kernel", fill=COLOURS[1])
+    node(620, 210, 240, "torch.ops.tbe.inference,", "the spec as text; checks inside", fill=COLOURS[1])
+    for x in (140, 440, 740):
+        picture.line(x, 262, 440, 290)
+    picture.line(440, 288, 440, 308, arrow=True)
+    node(
+        190, 310, 500, "policy: the kept plan for this spec, device, dtypes and request",
+        "the first time: probe, registry, choose",
+    )  # fmt: skip
+    picture.line(440, 362, 440, 388, arrow=True)
+    node(
+        190, 390, 500, "backend.forward: the output; in training also a carry,",
+        "what it can prepare of the backward", fill=COLOURS[2],
+    )  # fmt: skip
+    picture.line(440, 442, 440, 488, arrow=True, dash=True)
+    picture.text(452, 470, "autograd, with the carry", size=12)
+    node(
+        130, 490, 620, "the backend's per_sample_weight_grad, if required; then its",
+        "backward_update: tables and state change in place", fill=COLOURS[0],
+    )  # fmt: skip
+    picture.save("call.svg")
+
+
 if __name__ == "__main__":
+    call()
     jagged()
     runs()
     balanced()
