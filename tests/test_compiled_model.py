@@ -92,3 +92,32 @@ def test_inductor_trains_to_eager_s_losses() -> None:
         model.emb.split_embedding_weights(), eager.emb.split_embedding_weights(), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_scaler_steps_tables_beside_a_compiled_dense_part() -> None:
+    """The way for GradScaler: embeddings outside of what is compiled. An overflow in between steps nothing."""
+    found = []
+    for compiles in (False, True):
+        model = dlrm(tbe.Adam(lr=0.1))
+        over = torch.nn.Linear(model.emb.spec.output_width, 1)
+        run = torch.compile(over, fullgraph=True, backend="aot_eager") if compiles else over
+        dense = torch.optim.SGD(over.parameters(), lr=0.1)
+        tables = tbe.FusedOptimizer(model.emb, defer=True, watch=over.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step, factor in enumerate((1.0, torch.inf, 1.0)):
+            (_, ids, offsets), labels = batch(8, step)
+            before = model.emb.weights.clone()
+            with torch.autocast("cpu"):
+                logits = run(model.emb(ids, offsets)).squeeze(1).float()
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels) * factor
+            dense.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(dense)
+            scaler.step(tables)
+            scaler.update()
+            assert torch.equal(before, model.emb.weights) == (factor == torch.inf)
+        assert model.emb.counter is not None and int(model.emb.counter[0]) == 2
+        assert scaler.get_scale() == 2.0**9
+        found.append(model.emb)
+    assert not unlike(*found)
