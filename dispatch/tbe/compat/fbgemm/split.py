@@ -200,8 +200,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(nn.Module):
             feature_requires_grad: ``[T]``; where zero, the feature's weights get no gradient.
             batch_size_per_feature_per_rank: ``[T][R]`` ints on the host.
             total_unique_indices: without effect; FBGEMM_GPU reads it for ``OptimType.NONE`` alone.
-            hash_zch_identities: without effect; read for embedding streaming alone.
-            hash_zch_runtime_meta: likewise.
+            hash_zch_identities, hash_zch_runtime_meta: without effect; read for embedding streaming alone.
 
         Returns:
             ``[B, total_D]``; ``[N, D]`` without pooling; flat with ``batch_size_per_feature_per_rank``.
