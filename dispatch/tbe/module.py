@@ -14,8 +14,8 @@ from tbe_core.dtypes import STATE_DTYPE
 from tbe_core.types import BoundsCheck, Pooling
 from tbe_core.validate import check_inputs
 
+from . import exported, ops, policy, sparse_gradients, vbe_ops
 from . import hyper as hyper_parameters
-from . import ops, policy, sparse_gradients, vbe_ops
 from .accumulate import COMPILED, Accumulator
 from .bounds import BadLookups
 from .deferred import Deferred
@@ -173,6 +173,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         Raises:
             ValueError: an input is wrong; nothing has been changed.
         """
+        if torch.compiler.is_exporting():
+            return exported.forward(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
         asked = policy.request(self.requested_backend)
         training = self._trains and self.hook.requires_grad and torch.is_grad_enabled()
         eager = not torch.compiler.is_compiling() and (
