@@ -39,9 +39,6 @@ def step_constant(spec: Spec) -> tuple[str | bool, ...]:
         str(optimizer.flags.get("weight_decay_mode", "none")),
         bool(optimizer.flags.get("limits_norm", False)),
         spec.stochastic_rounding,
-        str(optimizer.flags.get("regularization", "none")),
-        str(optimizer.flags.get("learning_rate_mode", "equal")),
-        bool(optimizer.flags.get("tail_id_threshold_is_ratio", False)),
     )
 
 

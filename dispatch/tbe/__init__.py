@@ -12,8 +12,6 @@ from tbe_core.optimizers import (
     PartialRowwiseAdam,
     PartialRowwiseLAMB,
     RowwiseAdagrad,
-    RowwiseAdagradWithCounter,
-    RowwiseRMSprop,
 )
 
 from . import init
@@ -44,8 +42,6 @@ __all__ = [
     "PartialRowwiseLAMB",
     "Plan",
     "RowwiseAdagrad",
-    "RowwiseAdagradWithCounter",
-    "RowwiseRMSprop",
     "Table",
     "TableBatchedEmbeddingBags",
     "backends",

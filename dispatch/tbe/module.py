@@ -118,7 +118,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         # The hook makes autograd call the backward: the tables themselves ask for no gradient.
         self.hook = nn.Parameter(torch.empty(0, dtype=STATE_DTYPE, device=where), requires_grad=optimizer.STEPS)
         for state in optimizer.STATE:
-            length = state.length(layout.total_rows, layout.total_elements)
+            length = layout.total_rows if state.kind == "row" else layout.total_elements
             self.register_buffer(f"state_{state.name}", torch.zeros(length, dtype=STATE_DTYPE, device=where))
         self.hyper: torch.Tensor
         hyper = torch.tensor(optimizer.hyper_values(), dtype=STATE_DTYPE, device=where)
@@ -298,10 +298,10 @@ class TableBatchedEmbeddingBags(nn.Module):
         return self._split(self.weights.detach())
 
     def split_optimizer_states(self) -> list[dict[str, torch.Tensor]]:
-        """Per table: state name to a view, ``[rows]``, ``[rows, 2]`` or ``[rows, dim]`` fp32."""
+        """Per table: state name to a view, ``[rows]`` or ``[rows, dim]`` fp32."""
         split: list[dict[str, torch.Tensor]] = [{} for _ in self.spec.layout.tables]
         for spec, state in zip(self.spec.optimizer.STATE, self.states, strict=True):
-            views = self._split(state) if spec.kind == "element" else self._split_rows(spec.by_row(state))
+            views = self._split(state) if spec.kind == "element" else self._split_rows(state)
             for into, view in zip(split, views, strict=True):
                 into[spec.name] = view
         return split
