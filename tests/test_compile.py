@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 REGISTERS = {
     "tbe_check_kernel": (32, 24),
-    "tbe_combine_kernel": (80, 48),
+    "tbe_combine_kernel": (80, 56),
     "tbe_dense_step_kernel": (40, 40),
     "tbe_dense_sums_kernel": (255, 176),
     "tbe_forward_pool_kernel": (72, 64),
