@@ -18,14 +18,6 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 STEPS = 8
 
 
-@pytest.fixture
-def fresh_compiler() -> Any:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
 def dlrm(optimizer: tbe.Optimizer) -> DLRM:
     torch.manual_seed(4)
     tables = [tbe.Table(f"C{i}", 5 + i, 8) for i in range(SPARSE_FEATURES)]

@@ -57,13 +57,6 @@ def exported(model: nn.Module, strict: bool = False, dtype: torch.dtype = torch.
         )  # fmt: skip
 
 
-@pytest.fixture
-def fresh_compiler() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::tbe.BadLookupWarning")
 @pytest.mark.parametrize("strict", [False, True])

@@ -195,13 +195,6 @@ def test_optimizers_of_torch_accept_the_module_s_parameters(optimizer: Any) -> N
 # --- torch.compile ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fresh_compiler() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("mode", ["warn", "error", "ignore", "none"])
 def test_a_compiled_model_equals_eager_bit_for_bit(mode: str) -> None:
