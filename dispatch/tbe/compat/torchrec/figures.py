@@ -31,20 +31,23 @@ class Figures:
         return found
 
     @property
+    def _elements(self) -> int:
+        """Of the rows that a step's lookups read, every lookup counted."""
+        w = self._workload
+        return sum(length * dim for length, dim in zip(w.lengths, w.dims, strict=True)) * w.batch
+
+    @property
     def forward_speed(self) -> float:
         """Bytes a second: ids and rows read, every lookup counted, and outputs written."""
         w = self._workload
-        rows = sum(length * dim for length, dim in zip(w.lengths, w.dims, strict=True)) * w.batch
-        size = rows * WEIGHT + sum(w.lengths) * w.batch * ID + sum(w.dims) * w.batch * GRADIENT
+        size = self._elements * WEIGHT + sum(w.lengths) * w.batch * ID + sum(w.dims) * w.batch * GRADIENT
         return size / (self.forward * 1e-6)
 
     @property
     def update_speed(self) -> float:
         """Bytes a second of what training adds to the forward: a gradient row read, and a row of the table read
         and written, for every lookup."""
-        w = self._workload
-        rows = sum(length * dim for length, dim in zip(w.lengths, w.dims, strict=True)) * w.batch
-        return rows * (GRADIENT + 2 * WEIGHT) / ((self.together - self.forward) * 1e-6)
+        return self._elements * (GRADIENT + 2 * WEIGHT) / ((self.together - self.forward) * 1e-6)
 
 
 H200 = {f.workload: f for f in (Figures("uniform_10m", 184, 920), Figures("mlperf_dlrm2", 96.2, 438))}

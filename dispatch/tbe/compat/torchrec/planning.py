@@ -30,19 +30,22 @@ def config(figures: Figures) -> type[Any]:
         # Outputs are fp32 where the sharder asks for nothing else; TorchRec would assume the tables' dtype.
         _default_output_data_type_size = float(GRADIENT)
 
+        def _ranks(self, ctx: Any) -> int:
+            """Whose samples a shard serves: with a copy of the table on every rank, its own."""
+            ranks: int = 1 if ctx.sharding_type == "data_parallel" else ctx.world_size
+            return ranks
+
         def _lookups(self, ctx: Any) -> float:
             """Lookups that reach the shard in a step, of all ranks; a row-wise shard sees its part of them."""
             shared = ctx.world_size if ctx.sharding_type == "row_wise" else 1
             shared = ctx.intra_group_size if ctx.sharding_type in ("table_row_wise", "grid_shard") else shared
-            ranks = 1 if ctx.sharding_type == "data_parallel" else ctx.world_size
-            lookups: float = ctx.batch_inputs * ranks / shared
+            lookups: float = ctx.batch_inputs * self._ranks(ctx) / shared
             return lookups
 
         @forward_compute()  # type: ignore[misc, untyped-decorator, unused-ignore]
         def forward(self, ctx: Any) -> float:
-            ranks = 1 if ctx.sharding_type == "data_parallel" else ctx.world_size
             a_lookup = ctx.emb_dim * ctx.table_data_type_size + ctx.input_data_type_size
-            output = ctx.batch_outputs * ranks * ctx.emb_dim * ctx.output_data_type_size
+            output = ctx.batch_outputs * self._ranks(ctx) * ctx.emb_dim * ctx.output_data_type_size
             size = self._lookups(ctx) * a_lookup + output
             return float(size / (figures.forward_speed * _MS))
 
