@@ -17,8 +17,14 @@ def check(
     features: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> None:
-    """Raises ``ValueError`` naming the argument of the call that is missing or wrong."""
+) -> tuple[Sizes, torch.Tensor, torch.Tensor] | None:
+    """What ``place`` takes after the dims; None where the call gives no output.
+
+    Raises:
+        ValueError: names the argument of the call that is missing or wrong.
+    """
+    if output is None and offsets is None:
+        return None
     if output is None or offsets is None or sizes is None:
         missing = [
             name
@@ -40,6 +46,7 @@ def check(
             f"vbe_output_offsets is {offsets.dtype} {list(offsets.shape)} on {offsets.device}: expected "
             f"torch.int64 {shape}, a place for every rank and feature, on {device}"
         )
+    return sizes, output, offsets
 
 
 @lru_cache(64)

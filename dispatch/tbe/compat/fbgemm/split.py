@@ -211,11 +211,10 @@ class SplitTableBatchedEmbeddingBagsCodegen(nn.Module):
             RuntimeError: a bad id or offset in mode FATAL; nothing has been changed.
             ValueError: an input is wrong; likewise.
         """
-        sizes, layout = batch_size_per_feature_per_rank, self.tables.spec.layout
-        given = vbe_output is not None or vbe_output_offsets is not None
-        if given:
-            dtype, device = self.tables.spec.output_dtype, self.tables.weights.device
-            preallocated.check(vbe_output, vbe_output_offsets, sizes, layout.features, dtype, device)
+        sizes, spec, device = batch_size_per_feature_per_rank, self.tables.spec, self.tables.weights.device
+        into = preallocated.check(
+            vbe_output, vbe_output_offsets, sizes, spec.layout.features, spec.output_dtype, device
+        )
         indices, offsets, weights = self._checked(indices, offsets, per_sample_weights, sizes)
         options: dict[str, Any] = {}
         if sizes is not None:
@@ -223,9 +222,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(nn.Module):
         if feature_requires_grad is not None and weights is not None:
             options["feature_requires_grad"] = feature_requires_grad
         out: torch.Tensor = self.tables(indices, offsets, weights, **options)
-        if given and sizes is not None and vbe_output is not None and vbe_output_offsets is not None:
-            return preallocated.place(out, layout.feature_dims, sizes, vbe_output, vbe_output_offsets)
-        return out
+        return out if into is None else preallocated.place(out, spec.layout.feature_dims, *into)
 
     def _checked(
         self,
