@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tbe_core import Layout, Lookup, Spec, Table
+from tbe_core import Layout, Spec, Table
 from tbe_core.optimizers import REGISTRY
-from tbe_core.validate import check_index_values, check_inputs, check_offset_values
+from tbe_core.validate import check_inputs
 
 from . import ops, policy
 
@@ -121,20 +121,15 @@ def _inference(
     spec: str,
     backend: str | None,
 ) -> torch.Tensor:
-    known, mode = spec_of_text(spec), spec_of_text(spec).bounds_check
+    known = spec_of_text(spec)
     check_inputs(known, weights.device, indices, offsets, per_sample_weights)
-    if mode == "error" or (mode != "none" and weights.device.type == "cpu"):
-        check_offset_values(known, offsets, indices.numel())
-    if mode == "error":
-        check_index_values(known, indices, offsets)
-    chosen, plan = policy.backend_for(
-        known, weights.device, indices.dtype, offsets.dtype, per_sample_weights is not None,
-        policy.request(backend),
-    )  # fmt: skip
+    if known.bounds_check != "none":
+        ops.check_values(known, indices, offsets)
     # .data: parameters come with requires_grad, which no backend asks about.
-    out: torch.Tensor = chosen.forward(
-        Lookup(known, plan, weights.data, indices, offsets, per_sample_weights), False
-    )[0]
+    chosen, lookup = policy.lookup_for(
+        known, weights.data, indices, offsets, per_sample_weights, policy.request(backend)
+    )
+    out: torch.Tensor = chosen.forward(lookup, False)[0]
     return out
 
 

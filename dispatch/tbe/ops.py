@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tbe_core import Lookup, Spec, Training
+from tbe_core import Spec, Training
 from tbe_core.validate import check_index_values, check_inputs, check_offset_values
 
 from . import policy
@@ -48,21 +48,6 @@ def spec_of(handle: int) -> Spec:
     return _specs[handle]
 
 
-def _lookup_of(
-    weights: torch.Tensor,
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    per_sample_weights: torch.Tensor | None,
-    spec: int,
-    asked: str,
-) -> tuple[Any, Lookup]:
-    known = _specs[spec]
-    backend, plan = policy.backend_for(
-        known, weights.device, indices.dtype, offsets.dtype, per_sample_weights is not None, asked
-    )
-    return backend, Lookup(known, plan, weights, indices, offsets, per_sample_weights)
-
-
 def _lookup(
     weights: torch.Tensor,
     states: list[torch.Tensor],
@@ -76,7 +61,7 @@ def _lookup(
     backend: str,
     training: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen, lookup = _lookup_of(weights, indices, offsets, per_sample_weights, spec, backend)
+    chosen, lookup = policy.lookup_for(_specs[spec], weights, indices, offsets, per_sample_weights, backend)
     found: tuple[torch.Tensor, torch.Tensor] = chosen.forward(lookup, training)
     return found
 
@@ -123,7 +108,7 @@ def _backward_update(
 ) -> None:
     # .data: a row step is no autograd event, and a module that is called twice before its backward must
     # not find its own saved tables "modified in place".
-    chosen, lookup = _lookup_of(weights.data, indices, offsets, per_sample_weights, spec, backend)
+    chosen, lookup = policy.lookup_for(_specs[spec], weights.data, indices, offsets, per_sample_weights, backend)
     training = Training(tuple(s.data for s in states), hyper, None if counter is None else counter.data)
     training.advance()
     chosen.backward_update(lookup, grad, training, carry)
@@ -138,9 +123,17 @@ def _per_sample_weight_grad(
     spec: int,
     backend: str,
 ) -> torch.Tensor:
-    chosen, lookup = _lookup_of(weights, indices, offsets, per_sample_weights, spec, backend)
+    chosen, lookup = policy.lookup_for(_specs[spec], weights, indices, offsets, per_sample_weights, backend)
     found: torch.Tensor = chosen.per_sample_weight_grad(lookup, grad)
     return found.to(per_sample_weights.dtype)
+
+
+def check_values(spec: Spec, indices: torch.Tensor, offsets: torch.Tensor) -> None:
+    """What a call checks on the host, where ``bounds_check`` is not ``"none"``. Raises ``ValueError``."""
+    if spec.bounds_check == "error" or indices.device.type == "cpu":
+        check_offset_values(spec, offsets, indices.numel())
+    if spec.bounds_check == "error":
+        check_index_values(spec, indices, offsets)
 
 
 def _check(
@@ -151,13 +144,10 @@ def _check(
     spec: int,
     backend: str,
 ) -> None:
-    mode = _specs[spec].bounds_check
-    if mode == "error" or indices.device.type == "cpu":
-        check_offset_values(_specs[spec], offsets, indices.numel())
-    if mode == "error":
-        check_index_values(_specs[spec], indices, offsets)
-    elif mode == "warn":
-        chosen, lookup = _lookup_of(weights, indices, offsets, None, spec, backend)
+    known = _specs[spec]
+    check_values(known, indices, offsets)
+    if known.bounds_check == "warn":
+        chosen, lookup = policy.lookup_for(known, weights, indices, offsets, None, backend)
         chosen.count_bad(lookup, bad)
 
 

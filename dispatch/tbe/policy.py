@@ -16,6 +16,7 @@ from tbe_core import (
     BackendError,
     Capabilities,
     DeviceConfig,
+    Lookup,
     Plan,
     Policy,
     Problem,
@@ -135,6 +136,21 @@ def backend_for(
             raise BackendError(f"{plan.backend}: {backend.reason}")
         found = _fast[key] = (backend, plan)
     return found
+
+
+def lookup_for(
+    spec: Spec,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    asked: str,
+) -> tuple[Backend, Lookup]:
+    """The backend of a call, and the call as it takes it."""
+    backend, plan = backend_for(
+        spec, weights.device, indices.dtype, offsets.dtype, per_sample_weights is not None, asked
+    )
+    return backend, Lookup(spec, plan, weights, indices, offsets, per_sample_weights)
 
 
 def settle() -> None:
