@@ -6,8 +6,7 @@ import torch
 
 FORWARD_FP32 = 1e-5
 FORWARD_LOW_PRECISION = 8e-3
-_WEIGHTS = {"sgd": 1e-5, "rowwise_adagrad": 1e-4, "adagrad": 1e-4,
-            "rowwise_adagrad_with_counter": 1e-4, "rowwise_rmsprop": 1e-4}  # fmt: skip
+_WEIGHTS = {"sgd": 1e-5, "rowwise_adagrad": 1e-4, "adagrad": 1e-4}
 _ADAM_WEIGHTS, _ADAM_STATE = 1e-3, 1e-4
 
 

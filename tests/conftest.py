@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch._dynamo.utils import counters
 
 import tbe
 
@@ -74,6 +75,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(20240229)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile without what other tests compiled and counted."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
 
 
 def _poison(made: torch.Tensor) -> torch.Tensor:

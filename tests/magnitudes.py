@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from tbe_core import Optimizer, RowwiseAdagrad
-from tbe_core.optimizers import RowState, RowwiseAdagradWithCounter
+from tbe_core.optimizers import RowState
 
 TINY = 1e-300
 
@@ -66,45 +66,6 @@ def rowwise_adagrad(t: Before) -> Magnitudes:
     return magnitude, {"sum": t.old["sum"] + (terms * terms).mean(dim=1)}
 
 
-def rowwise_rmsprop(t: Before) -> Magnitudes:
-    alpha, new = t.hyper["alpha"], t.new["square_avg"]
-    step = t.hyper["lr"] * t.size / (new.sqrt() + t.hyper["eps"])[:, None]
-    return t.w.abs() + step, {"square_avg": alpha * t.old["square_avg"] + (1 - alpha) * (t.size**2).mean(dim=1)}
-
-
-def rowwise_adagrad_with_counter(t: Before) -> Magnitudes:
-    """C * w and a * g, each with the largest C and a that the options allow for the row's count."""
-    o, h = t.optimizer, t.hyper
-    assert isinstance(o, RowwiseAdagradWithCounter)
-    w, l2 = t.w.abs(), o.weight_decay_mode == "l2"
-    terms = t.size + h["weight_decay"] * w if l2 else t.size
-    count, root = t.new["count_and_step"][:, 0].clamp(min=TINY), t.new["sum"].sqrt() + h["eps"]
-    rate = h["lr"] / root
-    largest = torch.maximum(rate, h["lr"] / ((h["adjustment_ub"] * count).sqrt() + h["eps"]))
-    if o.learning_rate_mode != "counter_sgd":
-        largest = rate
-    if o.learning_rate_mode == "tail_id_lr_increase":
-        largest = rate * (h["max_counter"] / (count + 1)).pow(h["adjustment_ub"]).clamp(1.0, 10.0)
-    lazy = torch.ones_like(rate)
-    if o.weight_decay_mode == "adagradw":
-        last, start = t.old["count_and_step"][:, 1], h["adjustment_iter"]
-        since = torch.where(last == 0, 1.0, t.step - last).clamp(max=t.step - start)
-        lazy = max(1 - h["weight_decay"] * h["lr"], 0.0) ** (since - 1)
-        lazy = torch.where(torch.tensor(start <= 0 or t.step > start), lazy, 1.0)
-        linear = (h["lr"] * count).clamp(max=h["adjustment_ub"]) / root
-        largest = largest.maximum(rate * count.sqrt()).maximum(linear)
-    spread = torch.ones_like(t.w)
-    if o.regularization == "cowclip":
-        signed = t.g + h["weight_decay"] * t.w if l2 else t.g
-        spread = 1 + _norm(terms) / _norm(signed).clamp(min=TINY)
-        most = count * (h["weight_norm_coefficient"] * _norm(t.w)[:, 0]).clamp(min=h["lower_bound"])
-        largest = rate * (most / _norm(signed).clamp(min=TINY)[:, 0]).clamp(max=1.0)
-    decay = 1 + h["weight_decay"] * (h["lr"] + rate) * (1 + abs(h["counter_halflife"]) / count)
-    magnitude = lazy[:, None] * (decay[:, None] * w + largest[:, None] * spread * terms)
-    states = {"sum": t.old["sum"] + (terms * terms).mean(dim=1), "count_and_step": t.new["count_and_step"].abs()}
-    return magnitude, states
-
-
 def _moments(t: Before) -> tuple[torch.Tensor, torch.Tensor, RowState]:
     """Magnitude of Adam's direction, the direction itself, and the moments' magnitudes."""
     beta1, beta2 = t.hyper["beta1"], t.hyper["beta2"]
@@ -145,8 +106,6 @@ OF_STEP: dict[str, Callable[[Before], Magnitudes]] = {
     "sgd": sgd,
     "adagrad": adagrad,
     "rowwise_adagrad": rowwise_adagrad,
-    "rowwise_adagrad_with_counter": rowwise_adagrad_with_counter,
-    "rowwise_rmsprop": rowwise_rmsprop,
     "adam": adam,
     "partial_rowwise_adam": adam,
     "lamb": lamb,

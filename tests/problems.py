@@ -16,11 +16,6 @@ from tbe.eager import clipped
 from tbe_core import Absent, DeviceConfig, Lookup, Optimizer, Table, Training
 from tbe_core.dtypes import INDEX_DTYPES, OUTPUT_DTYPES, SAMPLE_WEIGHT_DTYPES, WEIGHT_DTYPES
 from tbe_core.optimizers import REGISTRY, WEIGHT_DECAY_MODES
-from tbe_core.optimizers.rowwise_adagrad_with_counter import (
-    COUNTER_DECAY_MODES,
-    LEARNING_RATE_MODES,
-    REGULARIZATIONS,
-)
 from tbe_core.types import BOUNDS_CHECK_MODES, POOLING_MODES
 
 F32 = torch.float32
@@ -224,8 +219,6 @@ def _check_untouched(
             rows[layout.row_bases[t] + row] = False
     for was, now in zip(before, [emb.weights.detach(), *emb.states], strict=True):
         keep = elements if now.numel() == layout.total_elements else rows
-        if now.numel() == 2 * layout.total_rows != layout.total_elements:
-            keep = rows.repeat_interleave(2)
         assert same_bits(now.cpu()[keep], was[keep]), "a row that nobody looked up was changed"
 
 
@@ -249,34 +242,7 @@ def optimizers(draw: st.DrawFn) -> Optimizer:
         mode = draw(st.sampled_from(WEIGHT_DECAY_MODES))
         options["weight_decay_mode"] = mode
         options["weight_decay"] = 0.0 if mode == "none" else draw(st.sampled_from((0.1, 0.5)))
-    if kind is tbe.RowwiseAdagradWithCounter:
-        options |= draw(counter_options())
     return kind(lr=0.5, **options)
-
-
-@st.composite
-def counters(draw: st.DrawFn) -> Optimizer:
-    """Row-wise Adagrad with counter, with any of its options."""
-    hyper = {n: draw(st.sampled_from(CHOICES[n])) for n in tbe.RowwiseAdagradWithCounter.HYPER if n in CHOICES}
-    return tbe.RowwiseAdagradWithCounter(lr=0.5, **{**hyper, **draw(counter_options())})
-
-
-@st.composite
-def counter_options(draw: st.DrawFn) -> dict[str, Any]:
-    """Of row-wise Adagrad with counter: what goes together."""
-    regularization = draw(st.sampled_from(REGULARIZATIONS))
-    modes = COUNTER_DECAY_MODES if regularization == "counter" else COUNTER_DECAY_MODES[:3]
-    mode = draw(st.sampled_from(modes))
-    divides = regularization == "counter" and mode in ("l2", "decoupled")
-    return {
-        "regularization": regularization,
-        "weight_decay_mode": mode,
-        "weight_decay": 0.0 if mode == "none" else draw(st.sampled_from((0.1, 0.5))),
-        "counter_halflife": draw(st.sampled_from((1, 20) if divides else (-2, -1, 0, 1, 20))),
-        "learning_rate_mode": draw(st.sampled_from(LEARNING_RATE_MODES)),
-        "tail_id_threshold": draw(st.sampled_from((0.0, 0.31, 1.2))),
-        "tail_id_threshold_is_ratio": draw(st.booleans()),
-    }
 
 
 CHOICES: dict[str, tuple[float, ...]] = {
@@ -287,12 +253,6 @@ CHOICES: dict[str, tuple[float, ...]] = {
     "max_norm": (0.0, 0.5, 3.0),
     "eta": (0.01, 0.5),
     "momentum": (0.9, 0.0),
-    "alpha": (0.99, 0.0, 0.5),
-    "adjustment_iter": (-1, 5),
-    "adjustment_ub": (1.0, 0.3),
-    "weight_norm_coefficient": (0.0, 0.4),
-    "lower_bound": (0.01, 0.5),
-    "max_counter": (1.0, 5.0, 40.0),
 }
 """Values of hyper-parameters that tests draw from."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import tbe
 from tbe.environment import VARIABLES
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +49,17 @@ def test_every_page_is_reached_from_the_readme() -> None:
 def test_every_variable_is_on_the_page_and_no_other() -> None:
     text = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8").partition("## For tests")[0]
     assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == list(VARIABLES)
+
+
+def test_everything_public_is_in_the_api_reference() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    described = {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)$", text, re.MULTILINE)}
+    assert set(tbe.__all__) <= described
+
+
+def test_every_page_is_in_the_site_s_navigation() -> None:
+    listed = set(re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    assert listed == {path.name for path in (ROOT / "docs").glob("*.md")}
 
 
 @pytest.mark.parametrize("configured", [False, True])

@@ -101,8 +101,24 @@ CALLS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "offsets has length 2": (ValueError, {"offsets": torch.tensor([0, 1])}),
     "per_sample_weights has length 2": (ValueError, {"per_sample_weights": torch.ones(2)}),
     "batch_size_per_feature_per_rank": (ValueError, {"batch_size_per_feature_per_rank": [[1], [1], [1]]}),
-    "vbe_output=": (NotImplementedError, {"vbe_output": torch.empty(1)}),
-    "vbe_output_offsets=": (NotImplementedError, {"vbe_output_offsets": torch.empty(1)}),
+    "vbe_output=None": (ValueError, {"vbe_output_offsets": torch.zeros(1, 4, dtype=torch.int64)}),
+    "vbe_output_offsets=None": (ValueError, {"vbe_output": torch.empty(1)}),
+    "vbe_output is torch.float64": (
+        ValueError,
+        {
+            "vbe_output": torch.empty(1, dtype=torch.float64),
+            "vbe_output_offsets": torch.zeros(1, 4, dtype=torch.int64),
+            "batch_size_per_feature_per_rank": [[1], [1], [1], [1]],
+        },
+    ),
+    "vbe_output_offsets is torch.int64 .4, 1.": (
+        ValueError,
+        {
+            "vbe_output": torch.empty(1),
+            "vbe_output_offsets": torch.zeros(4, 1, dtype=torch.int64),
+            "batch_size_per_feature_per_rank": [[1], [1], [1], [1]],
+        },
+    ),
 }
 
 
@@ -116,6 +132,33 @@ def test_wrong_calls_change_nothing(message: str) -> None:
         emb(**call)
     assert all(torch.equal(a, b) for a, b in zip(before, states(emb), strict=True))
     assert call["indices"] == [1] or call["indices"].tolist() == [99], "the caller's ids must be as they were"
+
+
+def test_variable_batches_of_two_modules_share_an_output() -> None:
+    """Each writes its parts where the offsets say, and both train as they do with outputs of their own."""
+    sizes, dims = [[2, 3], [1, 0], [4, 2], [0, 3]], (8, 4, 4, 16)
+    bags = [sum(ranks) for ranks in sizes]
+    counts = torch.tensor([[of_ranks[rank] * dim for of_ranks, dim in zip(sizes, dims, strict=True)]
+                           for rank in range(2)])  # fmt: skip
+    both = torch.cat([counts, counts], dim=1)  # rank by rank: the first module's features, then the second's
+    starts = (both.flatten().cumsum(0) - both.flatten()).view(2, 8)
+    embs = [make(ours, **SGD) for _ in range(4)]
+    calls = [modules.batch(seed, bags) for seed in (0, 1)]
+    grad = torch.randn(int(both.sum()), generator=torch.Generator().manual_seed(2))
+    shared = torch.full((int(both.sum()),), float("nan"))
+    for module, (indices, offsets, _), at in zip(embs[:2], calls, starts.split(4, dim=1), strict=True):
+        shared = module(
+            indices, offsets, batch_size_per_feature_per_rank=sizes, vbe_output=shared, vbe_output_offsets=at
+        )
+    shared.backward(grad)
+    for nth, (indices, offsets, _) in enumerate(calls):
+        out = embs[2 + nth](indices, offsets, batch_size_per_feature_per_rank=sizes)
+        parts = [(int(a), int(a + n)) for a, n in zip(starts[:, 4 * nth : 4 * nth + 4].flatten(),
+                                                      counts.flatten(), strict=True)]  # fmt: skip
+        assert torch.equal(out, torch.cat([shared[a:b] for a, b in parts]))
+        out.backward(torch.cat([grad[a:b] for a, b in parts]))
+        assert all(map(torch.equal, states(embs[nth]), states(embs[2 + nth])))
+    assert not shared.isnan().any()
 
 
 def test_warning_rewrites_and_trains_row_0() -> None:

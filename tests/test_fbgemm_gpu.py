@@ -56,7 +56,8 @@ def test_warning_rewrites_without_waiting_and_flush_tells() -> None:
     emb = on_gpu(learning_rate=0.1)
     before = emb.split_embedding_weights()[0].clone()
     offsets = torch.tensor([0, 1, 2, 2, 2], device="cuda")
-    emb(torch.tensor([1, 1], device="cuda"), offsets)  # warm: kernels, and what is kept on the device
+    # Warm, backward too: kernels, and what is kept on the device. No gradient, so that no row changes.
+    (emb(torch.tensor([1, 1], device="cuda"), offsets) * 0.0).sum().backward()
     indices, offsets = torch.tensor([99, 3], device="cuda"), torch.tensor([0, 1, 2, 9, 2], device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -105,7 +106,7 @@ def test_dense_gradient() -> None:
     indices, offsets, weights = modules.batch(0)
     found = []
     for emb, device in zip(pair, ("cpu", "cuda"), strict=True):
-        samples = weights.to(device).requires_grad_()
+        samples = weights.detach().to(device, copy=True).requires_grad_()
         out = emb(indices.to(device), offsets.to(device), samples)
         out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(device))
         found.append([t.detach().cpu() for t in (out, emb.weights.grad, samples.grad)])

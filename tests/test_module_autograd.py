@@ -118,6 +118,7 @@ def test_every_operator_is_checked_above() -> None:
     checked = {"lookup", "backward_update", "check", "per_sample_weight_grad"}
     checked |= {"vbe_offsets", "vbe_flatten", "vbe_unflatten"}  # in test_vbe.py
     checked |= {"quantized_lookup"}  # in test_quantized.py
+    checked |= {"inference"}  # in test_export.py
     assert schemas == {f"tbe::{name}" for name in checked}
 
 
@@ -193,13 +194,6 @@ def test_optimizers_of_torch_accept_the_module_s_parameters(optimizer: Any) -> N
 
 
 # --- torch.compile ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_compiler() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("fresh_compiler")

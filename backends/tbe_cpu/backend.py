@@ -113,7 +113,7 @@ class CpuBackend:
                 continue
             table = part.table(lookup.weights)
             views = {
-                spec.name: part.table(state) if spec.kind == "element" else part.row_state(spec.by_row(state))
+                spec.name: part.row_state(state) if spec.kind == "row" else part.table(state)
                 for spec, state in zip(optimizer.STATE, training.states, strict=True)
             }
             state = {name: view[touched] for name, view in views.items()}

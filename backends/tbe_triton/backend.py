@@ -36,8 +36,6 @@ OPTIMIZERS = (
     "sgd",
     "adagrad",
     "rowwise_adagrad",
-    "rowwise_adagrad_with_counter",
-    "rowwise_rmsprop",
     "adam",
     "partial_rowwise_adam",
     "lamb",

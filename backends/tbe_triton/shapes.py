@@ -39,9 +39,6 @@ def step_constant(spec: Spec) -> tuple[str | bool, ...]:
         str(optimizer.flags.get("weight_decay_mode", "none")),
         bool(optimizer.flags.get("limits_norm", False)),
         spec.stochastic_rounding,
-        str(optimizer.flags.get("regularization", "none")),
-        str(optimizer.flags.get("learning_rate_mode", "equal")),
-        bool(optimizer.flags.get("tail_id_threshold_is_ratio", False)),
     )
 
 
@@ -141,9 +138,8 @@ def _elements(layout: Layout, feature: int) -> int:
 
 def update_shapes(spec: Spec, config: DeviceConfig, warp_size: int) -> tuple[UpdateShape, ...]:
     layout, shapes = spec.layout, []
-    # State of more than a scalar a row is loaded ahead, too: of such rows fewer are held at once, or they spill.
-    carries_more = len(spec.optimizer.STATE) > 1 or any(s.kind == "pair" for s in spec.optimizer.STATE)
-    unroll = max(config.unroll // 2, 1) if carries_more else config.unroll
+    # Two states are loaded ahead, too: of such rows fewer are held at once, or they spill.
+    unroll = max(config.unroll // 2, 1) if len(spec.optimizer.STATE) > 1 else config.unroll
     for block, groups in _by_block({i: g.dim for i, g in enumerate(layout.groups)}).items():
         dims = {layout.groups[g].dim for g in groups}
         shapes.append(

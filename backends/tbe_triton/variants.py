@@ -33,7 +33,7 @@ from tbe_core import (
     takes_dense_tier,
 )
 from tbe_core.dtypes import STATE_DTYPE, short_name
-from tbe_core.optimizers import REGISTRY, WEIGHT_DECAY_MODES, Adam, NoOptimizer, RowwiseAdagradWithCounter
+from tbe_core.optimizers import REGISTRY, WEIGHT_DECAY_MODES, Adam, NoOptimizer
 from tbe_core.quantization import QUANTIZATIONS, Quantization
 from tbe_core.types import Pooling
 
@@ -127,12 +127,7 @@ def _variants() -> Iterator[Variant]:
         for mode, norm in product(WEIGHT_DECAY_MODES, (0.0, 1.0))
         if RowwiseAdagrad(weight_decay_mode=mode, max_norm=norm) != DEFAULT_OPTIMIZER
     ]
-    optimizers += [
-        NoOptimizer(),
-        RowwiseAdagradWithCounter(regularization="cowclip", weight_decay_mode="l2"),
-        RowwiseAdagradWithCounter(weight_decay_mode="adagradw", learning_rate_mode="tail_id_lr_increase"),
-        RowwiseAdagradWithCounter(weight_decay_mode="decoupled", tail_id_threshold_is_ratio=True),
-    ]
+    optimizers.append(NoOptimizer())
     for dtype in (torch.float16, torch.bfloat16):
         yield Variant((128,), dtype, passes=only_update, stochastic_rounding=True)
     yield Variant((3, 16, 128, 512, 1024), torch.float32, optimizer=Adam(), passes=only_update)
@@ -238,8 +233,8 @@ def _size(variant: Variant, tier: Tier, config: DeviceConfig, caps: Capabilities
 
 
 def _training(spec: Spec) -> Training:
-    sizes = spec.layout.total_rows, spec.layout.total_elements
-    states = tuple(_storage(state.length(*sizes), STATE_DTYPE) for state in spec.optimizer.STATE)
+    sizes = {"row": spec.layout.total_rows, "element": spec.layout.total_elements}
+    states = tuple(_storage(sizes[state.kind], STATE_DTYPE) for state in spec.optimizer.STATE)
     hyper = torch.tensor(spec.optimizer.hyper_values(), dtype=STATE_DTYPE)
     return Training(states, hyper, torch.zeros(2, dtype=torch.int64) if spec.counts_steps else None)
 

@@ -12,8 +12,6 @@ from tbe_core.optimizers import (
     PartialRowwiseAdam,
     PartialRowwiseLAMB,
     RowwiseAdagrad,
-    RowwiseAdagradWithCounter,
-    RowwiseRMSprop,
 )
 
 from . import init
@@ -46,8 +44,6 @@ __all__ = [
     "Plan",
     "QuantizedTableBatchedEmbeddingBags",
     "RowwiseAdagrad",
-    "RowwiseAdagradWithCounter",
-    "RowwiseRMSprop",
     "Table",
     "TableBatchedEmbeddingBags",
     "backends",

@@ -39,7 +39,7 @@ def checked(module: TableBatchedEmbeddingBags, values: Mapping[str, Any]) -> dic
                 f"{name}={value!r}: {type(optimizer).__name__} has no such hyper-parameter, expected one of "
                 + (", ".join((*optimizer.HYPER, *pairs(optimizer))) or "those of the torch optimizer")
             )
-        found[name] = _one(optimizer, name, value)
+        found[name] = _tensor(name, value) if isinstance(value, torch.Tensor) else _number(name, value)
     on_host = {n: float(v) for n, v in found.items() if isinstance(v, float) or v.device.type == "cpu"}
     # The optimizer's own constructor has the rules, those between two values too.
     changed = replace(optimizer, **on_host)
@@ -66,28 +66,23 @@ def _apart(optimizer: Optimizer, values: Mapping[str, Any]) -> dict[str, Any]:
     return found | {name: value for name, value in values.items() if name not in pairs(optimizer)}
 
 
-def _one(optimizer: Optimizer, name: str, value: Any) -> Value:
-    signed = name in optimizer.SIGNED
-    return _tensor(name, value, signed) if isinstance(value, torch.Tensor) else _number(name, value, signed)
-
-
-def _number(name: str, value: Any, signed: bool = False) -> float:
+def _number(name: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{name}={value!r}: expected a number") from None
-    if not math.isfinite(number) or (number < 0 and not signed):
-        raise ValueError(f"{name}={value!r}: expected a finite number{'' if signed else ' >= 0'}")
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"{name}={value!r}: expected a finite number >= 0")
     return number
 
 
-def _tensor(name: str, value: torch.Tensor, signed: bool) -> torch.Tensor:
+def _tensor(name: str, value: torch.Tensor) -> torch.Tensor:
     if value.numel() != 1 or not value.is_floating_point():
         raise ValueError(
             f"{name} is a tensor of shape {list(value.shape)}, {value.dtype}: expected one floating-point number"
         )
     if value.device.type == "cpu":
-        _number(name, value.detach().item(), signed)
+        _number(name, value.detach().item())
     return value.detach().reshape(())
 
 

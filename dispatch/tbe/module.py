@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from tbe_core import Layout, Lookup, Optimizer, Plan, Spec, Table, Training
+from tbe_core import Layout, Optimizer, Plan, Spec, Table, Training
 from tbe_core.dtypes import STATE_DTYPE
 from tbe_core.types import BoundsCheck, Pooling
 from tbe_core.validate import check_inputs
 
+from . import exported, module_state, ops, policy, sparse_gradients, vbe_ops
 from . import hyper as hyper_parameters
-from . import ops, policy, sparse_gradients, vbe_ops
 from .accumulate import COMPILED, Accumulator
 from .bounds import BadLookups
 from .deferred import Deferred
@@ -118,7 +118,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         # The hook makes autograd call the backward: the tables themselves ask for no gradient.
         self.hook = nn.Parameter(torch.empty(0, dtype=STATE_DTYPE, device=where), requires_grad=optimizer.STEPS)
         for state in optimizer.STATE:
-            length = state.length(layout.total_rows, layout.total_elements)
+            length = layout.total_rows if state.kind == "row" else layout.total_elements
             self.register_buffer(f"state_{state.name}", torch.zeros(length, dtype=STATE_DTYPE, device=where))
         self.hyper: torch.Tensor
         hyper = torch.tensor(optimizer.hyper_values(), dtype=STATE_DTYPE, device=where)
@@ -173,6 +173,8 @@ class TableBatchedEmbeddingBags(nn.Module):
         Raises:
             ValueError: an input is wrong; nothing has been changed.
         """
+        if torch.compiler.is_exporting():
+            return exported.forward(self, indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
         asked = policy.request(self.requested_backend)
         training = self._trains and self.hook.requires_grad and torch.is_grad_enabled()
         eager = not torch.compiler.is_compiling() and (
@@ -219,11 +221,9 @@ class TableBatchedEmbeddingBags(nn.Module):
         if not self.spec.optimizer.STEPS:
             got: torch.Tensor = sparse_gradients.lookup(self, indices, offsets, per_sample_weights, asked)
             return got
-        weights = self.weights.data
-        backend, plan = policy.backend_for(
-            self.spec, weights.device, indices.dtype, offsets.dtype, per_sample_weights is not None, asked
+        backend, lookup = policy.lookup_for(
+            self.spec, self.weights.data, indices, offsets, per_sample_weights, asked
         )
-        lookup = Lookup(self.spec, plan, weights, indices, offsets, per_sample_weights)
         if not training and not wants_gradient(per_sample_weights):
             return backend.forward(lookup, False)[0]
         stepped = Training(tuple(self.states), self.hyper, self.counter) if training else None
@@ -296,10 +296,10 @@ class TableBatchedEmbeddingBags(nn.Module):
         return self._split(self.weights.detach())
 
     def split_optimizer_states(self) -> list[dict[str, torch.Tensor]]:
-        """Per table: state name to a view, ``[rows]``, ``[rows, 2]`` or ``[rows, dim]`` fp32."""
+        """Per table: state name to a view, ``[rows]`` or ``[rows, dim]`` fp32."""
         split: list[dict[str, torch.Tensor]] = [{} for _ in self.spec.layout.tables]
         for spec, state in zip(self.spec.optimizer.STATE, self.states, strict=True):
-            views = self._split(state) if spec.kind == "element" else self._split_rows(spec.by_row(state))
+            views = self._split(state) if spec.kind == "element" else self._split_rows(state)
             for into, view in zip(split, views, strict=True):
                 into[spec.name] = view
         return split
@@ -346,16 +346,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         return [flat[b : b + t.rows] for t, b in zip(layout.tables, layout.row_bases, strict=True)]
 
     def _named_views(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds: ``<table>.weight``, ``<table>.<state>``, ``hyper``; where steps are counted,
-        ``step`` and ``rounding_seed``."""
-        views = {"hyper": self.hyper} if self.spec.optimizer.HYPER else {}
-        if self.counter is not None:
-            views |= {"step": self.counter[0], "rounding_seed": self.counter[1]}
-        weights, states = self.split_embedding_weights(), self.split_optimizer_states()
-        for table, weight, state in zip(self.spec.layout.tables, weights, states, strict=True):
-            views[f"{table.name}.weight"] = weight
-            views.update({f"{table.name}.{name}": view for name, view in state.items()})
-        return views
+        return module_state.named_views(self)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name, view in self._named_views().items():
@@ -371,31 +362,7 @@ class TableBatchedEmbeddingBags(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        views, copies = self._named_views(), []
-        errors = []
-        for name, view in views.items():
-            value = state_dict.get(prefix + name)
-            if value is None:
-                missing_keys.append(prefix + name)
-            elif not isinstance(value, torch.Tensor):
-                errors.append(f"{prefix}{name} is a {type(value).__name__}: expected a tensor")
-            elif tuple(value.shape) != tuple(view.shape) or value.dtype != view.dtype:
-                errors.append(
-                    f"{prefix}{name} is {list(value.shape)} {value.dtype}: expected {list(view.shape)} "
-                    f"{view.dtype}"
-                )
-            else:
-                copies.append((view, value))
-        unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k.removeprefix(prefix) not in views]
-        error_msgs += errors
-        # Missing and unexpected keys do not stop it: torch passes strict=True whatever its caller asked for,
-        # and raises by itself afterwards.
-        if errors:
-            return
-        with torch.no_grad():
-            for view, value in copies:
-                view.copy_(value)
-        hyper_parameters.reread(self)
+        module_state.load(self, state_dict, prefix, missing_keys, unexpected_keys, error_msgs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TableBatchedEmbeddingBags:
         # Asked of empty tensors, so that a refusal leaves the module as it was.
@@ -408,14 +375,8 @@ class TableBatchedEmbeddingBags(nn.Module):
                 )
         policy.plan_for(self.spec.problem(), probe.device, policy.request(self.requested_backend))
         base: Any = super()
-        if self.spec.optimizer.STEPS:
+        with nullcontext() if self.spec.optimizer.STEPS else sparse_gradients.let_go(self):
             base._apply(fn, recurse)
-            return self
-        sparse_gradients.let_go(self)
-        try:
-            base._apply(fn, recurse)
-        finally:
-            sparse_gradients.link(self)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:

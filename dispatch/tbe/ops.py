@@ -7,11 +7,11 @@ makes autograd call the backward. ``spec`` is the handle of a ``Spec``, entered 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from tbe_core import Lookup, QuantizedLookup, QuantizedSpec, Spec, Training
+from tbe_core import QuantizedBackend, QuantizedSpec, Spec, Training
 from tbe_core.validate import check_index_values, check_inputs, check_offset_values
 
 from . import policy
@@ -59,21 +59,6 @@ def spec_of(handle: int) -> Spec:
     return _specs[handle]
 
 
-def _lookup_of(
-    weights: torch.Tensor,
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    per_sample_weights: torch.Tensor | None,
-    spec: int,
-    asked: str,
-) -> tuple[Any, Lookup]:
-    known = _specs[spec]
-    backend, plan = policy.backend_for(
-        known, weights.device, indices.dtype, offsets.dtype, per_sample_weights is not None, asked
-    )
-    return backend, Lookup(known, plan, weights, indices, offsets, per_sample_weights)
-
-
 def _lookup(
     weights: torch.Tensor,
     states: list[torch.Tensor],
@@ -87,7 +72,7 @@ def _lookup(
     backend: str,
     training: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen, lookup = _lookup_of(weights, indices, offsets, per_sample_weights, spec, backend)
+    chosen, lookup = policy.lookup_for(_specs[spec], weights, indices, offsets, per_sample_weights, backend)
     found: tuple[torch.Tensor, torch.Tensor] = chosen.forward(lookup, training)
     return found
 
@@ -134,7 +119,7 @@ def _backward_update(
 ) -> None:
     # .data: a row step is no autograd event, and a module that is called twice before its backward must
     # not find its own saved tables "modified in place".
-    chosen, lookup = _lookup_of(weights.data, indices, offsets, per_sample_weights, spec, backend)
+    chosen, lookup = policy.lookup_for(_specs[spec], weights.data, indices, offsets, per_sample_weights, backend)
     training = Training(tuple(s.data for s in states), hyper, None if counter is None else counter.data)
     training.advance()
     chosen.backward_update(lookup, grad, training, carry)
@@ -149,9 +134,17 @@ def _per_sample_weight_grad(
     spec: int,
     backend: str,
 ) -> torch.Tensor:
-    chosen, lookup = _lookup_of(weights, indices, offsets, per_sample_weights, spec, backend)
+    chosen, lookup = policy.lookup_for(_specs[spec], weights, indices, offsets, per_sample_weights, backend)
     found: torch.Tensor = chosen.per_sample_weight_grad(lookup, grad)
     return found.to(per_sample_weights.dtype)
+
+
+def check_values(spec: Spec | QuantizedSpec, indices: torch.Tensor, offsets: torch.Tensor) -> None:
+    """What a call checks on the host, where ``bounds_check`` is not ``"none"``. Raises ``ValueError``."""
+    if spec.bounds_check == "error" or indices.device.type == "cpu":
+        check_offset_values(spec, offsets, indices.numel())
+    if spec.bounds_check == "error":
+        check_index_values(spec, indices, offsets)
 
 
 def _check(
@@ -162,29 +155,11 @@ def _check(
     spec: int,
     backend: str,
 ) -> None:
-    quantized = spec in _quantized_specs
-    known = _quantized_specs[spec] if quantized else _specs[spec]
-    if known.bounds_check == "error" or indices.device.type == "cpu":
-        check_offset_values(known, offsets, indices.numel())
-    if known.bounds_check == "error":
-        check_index_values(known, indices, offsets)
-    elif known.bounds_check == "warn":
-        make = _quantized_lookup_of if quantized else _lookup_of
-        chosen, lookup = make(weights, indices, offsets, None, spec, backend)
+    known = _quantized_specs[spec] if spec in _quantized_specs else _specs[spec]
+    check_values(known, indices, offsets)
+    if known.bounds_check == "warn":
+        chosen, lookup = policy.lookup_for(known, weights, indices, offsets, None, backend)
         chosen.count_bad(lookup, bad)
-
-
-def _quantized_lookup_of(
-    weights: torch.Tensor,
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    per_sample_weights: torch.Tensor | None,
-    spec: int,
-    asked: str,
-) -> tuple[Any, Any]:
-    known, weighted = _quantized_specs[spec], per_sample_weights is not None
-    backend, plan = policy.backend_for(known, weights.device, indices.dtype, offsets.dtype, weighted, asked)
-    return backend, QuantizedLookup(known, plan, weights, indices, offsets, per_sample_weights)
 
 
 def quantized_lookup(
@@ -196,9 +171,10 @@ def quantized_lookup(
     backend: str,
 ) -> torch.Tensor:
     """What ``torch.ops.tbe.quantized_lookup`` runs; an eager call runs it without the dispatcher."""
-    chosen, lookup = _quantized_lookup_of(weights, indices, offsets, per_sample_weights, spec, backend)
-    out: torch.Tensor = chosen.forward_quantized(lookup)
-    return out
+    known = _quantized_specs[spec]
+    chosen, lookup = policy.lookup_for(known, weights, indices, offsets, per_sample_weights, backend)
+    # A backend without it is passed over by the plan.
+    return cast(QuantizedBackend, chosen).forward_quantized(lookup)
 
 
 def _quantized_lookup_fake(
@@ -211,7 +187,7 @@ def _quantized_lookup_fake(
 ) -> torch.Tensor:
     known = _quantized_specs[spec]
     # For the plan's reasons, where no backend serves this call.
-    _quantized_lookup_of(weights, indices, offsets, per_sample_weights, spec, backend)
+    policy.lookup_for(known, weights, indices, offsets, per_sample_weights, backend)
     check_inputs(known, weights.device, indices, offsets, per_sample_weights)
     batch = (offsets.shape[0] - 1) // known.layout.features
     height = indices.shape[0] if known.pooling == "none" else batch

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -16,9 +17,11 @@ from tbe_core import (
     BackendError,
     Capabilities,
     DeviceConfig,
+    Lookup,
     Plan,
     Policy,
     Problem,
+    QuantizedLookup,
     QuantizedSpec,
     Spec,
     choose,
@@ -136,6 +139,22 @@ def backend_for(
             raise BackendError(f"{plan.backend}: {backend.reason}")
         found = _fast[key] = (backend, plan)
     return found
+
+
+def lookup_for(
+    spec: Spec | QuantizedSpec,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    asked: str,
+) -> tuple[Backend, Any]:
+    """The backend of a call, and the ``Lookup`` or ``QuantizedLookup`` that it takes."""
+    backend, plan = backend_for(
+        spec, weights.device, indices.dtype, offsets.dtype, per_sample_weights is not None, asked
+    )
+    kind: Any = QuantizedLookup if isinstance(spec, QuantizedSpec) else Lookup
+    return backend, kind(spec, plan, weights, indices, offsets, per_sample_weights)
 
 
 def settle() -> None:

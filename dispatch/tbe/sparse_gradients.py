@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,10 +70,15 @@ def parameters(module: TableBatchedEmbeddingBags) -> list[nn.Parameter]:
     return [modules[table.name].weight for table in module.spec.layout.tables]
 
 
-def let_go(module: TableBatchedEmbeddingBags) -> None:
-    """Before the storage is moved: no table holds on to it, or would be moved by itself."""
+@contextlib.contextmanager
+def let_go(module: TableBatchedEmbeddingBags) -> Iterator[None]:
+    """While the storage is moved: no table holds on to it, or would be moved by itself."""
     for parameter in parameters(module):
         parameter.data = parameter.data.new_empty(0)
+    try:
+        yield
+    finally:
+        link(module)
 
 
 def link(module: TableBatchedEmbeddingBags) -> None:
@@ -95,12 +102,8 @@ def lookup(
     asked: str,
 ) -> torch.Tensor:
     """An eager call, checked: its output, with a backward to the tables' parameters where they ask for it."""
-    spec, weights = module.spec, module.weights
-    backend, plan = policy.backend_for(
-        spec, weights.device, indices.dtype, offsets.dtype, per_sample_weights is not None, asked
-    )
-    call = Lookup(spec, plan, weights.data, indices, offsets, per_sample_weights)
-    tables = parameters(module)
+    spec, tables = module.spec, parameters(module)
+    backend, call = policy.lookup_for(spec, module.weights.data, indices, offsets, per_sample_weights, asked)
     trains = torch.is_grad_enabled() and any(tables[t].requires_grad for t in spec.trained)
     if not trains and not wants_gradient(per_sample_weights):
         return backend.forward(call, False)[0]

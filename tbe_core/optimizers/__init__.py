@@ -7,8 +7,6 @@ from .lamb import LAMB, PartialRowwiseLAMB
 from .lars import LARS
 from .none import NoOptimizer
 from .rowwise_adagrad import WEIGHT_DECAY_MODES, RowwiseAdagrad
-from .rowwise_adagrad_with_counter import RowwiseAdagradWithCounter
-from .rowwise_rmsprop import RowwiseRMSprop
 from .sgd import SGD
 
 __all__ = [
@@ -26,8 +24,6 @@ __all__ = [
     "PartialRowwiseLAMB",
     "RowState",
     "RowwiseAdagrad",
-    "RowwiseAdagradWithCounter",
-    "RowwiseRMSprop",
     "StateKind",
     "StateSpec",
 ]

@@ -9,25 +9,15 @@ from typing import ClassVar, Literal
 
 import torch
 
-StateKind = Literal["row", "element", "pair"]
-ROW_VALUES: dict[str, int] = {"row": 1, "pair": 2}
-"""Values a row, of the kinds that have not one an element."""
+StateKind = Literal["row", "element"]
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One state tensor: its checkpoint name and whether it holds a scalar or two a row, or a value an element."""
+    """One state tensor: its checkpoint name and whether it holds a scalar a row or a value an element."""
 
     name: str
     kind: StateKind
-
-    def length(self, rows: int, elements: int) -> int:
-        """Of the flat state of so many rows and elements."""
-        return elements if self.kind == "element" else rows * ROW_VALUES[self.kind]
-
-    def by_row(self, flat: torch.Tensor) -> torch.Tensor:
-        """``[rows]`` or ``[rows, 2]`` view of a flat state that is not one an element."""
-        return flat.view(-1, 2) if self.kind == "pair" else flat
 
 
 @dataclass(frozen=True)
@@ -56,7 +46,6 @@ class Optimizer:
     A subclass declares ``NAME``, ``STATE``, ``HYPER`` (names of its tensor-valued hyper-parameters, ``lr``
     first) and ``step_rows``. Structural options, which choose code and not values, are listed in ``FLAGS``.
     ``COUNTS_STEPS``: the step depends on how many came before. ``STEPS``: False only for ``NoOptimizer``.
-    ``SIGNED``: those of ``HYPER`` that may be below 0.
     """
 
     lr: float = 0.01
@@ -67,7 +56,6 @@ class Optimizer:
     FLAGS: ClassVar[tuple[str, ...]] = ()
     COUNTS_STEPS: ClassVar[bool] = False
     STEPS: ClassVar[bool] = True
-    SIGNED: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -76,7 +64,7 @@ class Optimizer:
                 continue  # a structural option: the subclass checks it
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"{field.name}={value!r}: expected a finite number")
-            if value < 0 and field.name not in self.SIGNED:
+            if value < 0:
                 raise ValueError(f"{field.name}={value!r}: expected a number >= 0")
 
     @property
@@ -94,8 +82,7 @@ class Optimizer:
         Args:
             w: ``[R, D]`` rows, fp32 or fp64.
             g: ``[R, D]`` completed gradient sums of those rows, same dtype.
-            state: name to ``[R]`` (per row), ``[R, 2]`` (a pair a row) or ``[R, D]`` (per element); updated in
-                place.
+            state: name to ``[R]`` (per row) or ``[R, D]`` (per element); updated in place.
             hyper: present hyper-parameters.
 
         Returns:

@@ -17,11 +17,7 @@ STATE2: tl.constexpr = tl.constexpr(2)
 DECAY_MODE: tl.constexpr = tl.constexpr(3)
 LIMITS_NORM: tl.constexpr = tl.constexpr(4)
 STOCHASTIC: tl.constexpr = tl.constexpr(5)
-REGULARIZATION: tl.constexpr = tl.constexpr(6)
-RATE_MODE: tl.constexpr = tl.constexpr(7)
-TAIL_RATIO: tl.constexpr = tl.constexpr(8)
-"""Places in ``STEP``: the optimizer's name, the kinds of its states ("none", "row", "element", or "pair", which
-is not loaded ahead), and options."""
+"""Places in ``STEP``: the optimizer's name, the kinds of its states ("none", "row", "element"), and options."""
 
 
 @triton.jit
@@ -74,95 +70,6 @@ def step_rowwise_adagrad(w, g, moment, lr, hyper_ptr, dim, MODE: tl.constexpr, L
         norm = tl.sqrt(tl.sum(w * w, axis=0))
         w = tl.where(norm > max_norm, w * (max_norm / norm), w)
     return w, moment
-
-
-@triton.jit
-def step_rowwise_rmsprop(w, g, mean_square, lr, hyper_ptr, dim):
-    alpha = tl.load(hyper_ptr + 1)
-    eps = tl.load(hyper_ptr + 2)
-    mean_square = alpha * mean_square + (1.0 - alpha) * (tl.sum(g * g, axis=0) / dim)
-    return w - (lr / (tl.sqrt(mean_square) + eps)) * g, mean_square
-
-
-@triton.jit
-def power(base, exponent):
-    """``base`` of 0 or more to any exponent; anything to the exponent 0 is 1."""
-    raised = tl.exp2(exponent * tl.log2(tl.maximum(base, 1e-38)))
-    return tl.where(exponent == 0.0, 1.0, tl.where((base <= 0.0) & (exponent > 0.0), 0.0, raised))
-
-
-@triton.jit
-def step_rowwise_adagrad_with_counter(
-    w,
-    g,
-    moment,
-    pair_ptr,
-    lr,
-    hyper_ptr,
-    counter_ptr,
-    dim,
-    MODE: tl.constexpr,
-    REGULARIZES: tl.constexpr,
-    RATES: tl.constexpr,
-    RATIO: tl.constexpr,
-):
-    """Row-wise Adagrad by the row's count, which stands with its last step at ``pair_ptr``."""
-    eps = tl.load(hyper_ptr + 1)
-    decay = tl.load(hyper_ptr + 2)
-    halflife = tl.load(hyper_ptr + 3)
-    now = tl.load(counter_ptr).to(tl.float32)
-    count = tl.load(pair_ptr)
-    last = tl.load(pair_ptr + 1)
-    since = tl.where(last == 0.0, 1.0, now - last)
-    faded = 1.0 + tl.exp2(-since / tl.maximum(halflife, 1e-30)) * count
-    count = tl.where(halflife > 0.0, faded, tl.where(halflife == 0.0, 1.0, count + 1.0))
-    tl.store(pair_ptr, count)
-    tl.store(pair_ptr + 1, now)
-    h = g
-    if MODE == "l2":
-        h = g + decay * w
-    square = tl.sum(h * h, axis=0)
-    moment += square / dim
-    root = tl.sqrt(moment) + eps
-    rate = lr / root
-    scaled = rate
-    keep = rate * 0.0 + 1.0
-    if REGULARIZES == "cowclip":
-        length = tl.sqrt(square)
-        most = count * tl.maximum(tl.load(hyper_ptr + 7) * tl.sqrt(tl.sum(w * w, axis=0)), tl.load(hyper_ptr + 8))
-        scaled = rate * tl.where(length > most, most / length, 1.0)
-        if MODE == "l2":
-            keep = 1.0 - decay * scaled
-        if MODE == "decoupled":
-            keep = 1.0 - decay * lr
-    else:
-        start = tl.load(hyper_ptr + 4)
-        bound = tl.load(hyper_ptr + 5)
-        threshold = tl.load(hyper_ptr + 6)
-        largest = tl.load(hyper_ptr + 9)
-        if RATIO:
-            threshold = tl.floor(threshold * largest)
-        enabled = (start <= 0.0) | (now > start)
-        if RATES == "tail_id_lr_increase":
-            scaled = rate * tl.minimum(tl.maximum(power(largest / (count + 1.0), bound), 1.0), 10.0)
-        if RATES == "tail_id_lr_decrease":
-            scaled = rate * tl.minimum(tl.maximum(power((count + 1.0) / largest, bound), 0.1), 1.0)
-        if RATES == "counter_sgd":
-            scaled = lr / (tl.sqrt(bound * count) + eps)
-        scaled = tl.where(enabled & (count > threshold), scaled, rate)
-        if MODE == "adagradw":
-            linear = tl.minimum(lr * count, bound) / root
-            adjusted = tl.where(halflife == -2.0, linear, scaled)
-            adjusted = tl.where(halflife == -1.0, rate * tl.sqrt(count), adjusted)
-            base = tl.maximum(1.0 - decay * lr, 0.0)
-            lazy = power(base, tl.minimum(since, now - start) - 1.0)
-            scaled = tl.where(enabled, adjusted * lazy, scaled)
-            keep = tl.where(enabled, base * lazy, 1.0)
-        if MODE == "l2":
-            keep = 1.0 - tl.where(enabled, halflife / count * decay * rate, 0.0)
-        if MODE == "decoupled":
-            keep = 1.0 - tl.where(enabled, halflife / count * decay * lr, 0.0)
-    return keep * w - scaled * g, moment
 
 
 @triton.jit
@@ -237,16 +144,6 @@ def step_row(tensors, element, key, w, state1, state2, g, cols, dim, STEP: tl.co
         w, state1 = step_adagrad(w, g, state1, lr, hyper_ptr)
     elif STEP[OPTIMIZER] == "rowwise_adagrad":
         w, state1 = step_rowwise_adagrad(w, g, state1, lr, hyper_ptr, dim, MODE, LIMITED)
-    elif STEP[OPTIMIZER] == "rowwise_adagrad_with_counter":
-        REGULARIZES: tl.constexpr = STEP[REGULARIZATION]
-        RATES: tl.constexpr = STEP[RATE_MODE]
-        RATIO: tl.constexpr = STEP[TAIL_RATIO]
-        pair_ptr = state2_ptr + key.to(tl.int64) * 2
-        w, state1 = step_rowwise_adagrad_with_counter(
-            w, g, state1, pair_ptr, lr, hyper_ptr, counter_ptr, dim, MODE, REGULARIZES, RATES, RATIO
-        )
-    elif STEP[OPTIMIZER] == "rowwise_rmsprop":
-        w, state1 = step_rowwise_rmsprop(w, g, state1, lr, hyper_ptr, dim)
     elif STEP[OPTIMIZER] == "lars":
         w, state1 = step_lars(w, g, state1, lr, hyper_ptr)
     else:

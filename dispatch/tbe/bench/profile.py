@@ -85,7 +85,7 @@ def floor_bytes(workload: Workload, inputs: Inputs, lookups: list[int], touched:
     forward += inputs.grad.numel() * inputs.grad.element_size()
     forward += sum(n * size for n, size in zip(lookups, row_bytes, strict=True))
     backward = streams + sum(n * size for n, size in zip(lookups, grad_bytes, strict=True))
-    of_row = {"row": [1] * workload.features, "pair": [2] * workload.features, "element": list(workload.dims)}
+    of_row = {"row": [1] * workload.features, "element": list(workload.dims)}
     for kind in workload.optimizer.STATE:
         row_bytes = [size + n * _STATE_BYTES for size, n in zip(row_bytes, of_row[kind.kind], strict=True)]
     backward += sum(n * 2 * size for n, size in zip(touched, row_bytes, strict=True))

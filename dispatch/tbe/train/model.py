@@ -41,7 +41,7 @@ class DLRM(nn.Module):
         """``dense`` [B, 13], ``indices`` [N] and feature-major ``offsets`` [26*B+1] to logits [B]."""
         bottom = self.bottom(dense)
         pooled = self.emb(indices, offsets)
-        vectors = torch.cat([bottom, pooled], dim=1).view(len(dense), SPARSE_FEATURES + 1, self.dim)
+        vectors = torch.cat([bottom, pooled], dim=1).view(dense.shape[0], SPARSE_FEATURES + 1, self.dim)
         dots = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         logits: Tensor = self.top(torch.cat([bottom, dots.index_select(1, self.pairs)], dim=1))
         return logits.squeeze(1)

@@ -28,7 +28,6 @@ REFUSED: Mapping[str, str] = {
     "multipass_prefetch_config": "no table is cached, there is nothing to prefetch",
     "tbe_input_multiplexer_config": "inputs are not copied to a multiplexer",
     "enable_raw_embedding_streaming": "rows are not streamed to another service",
-    "res_params": "rows are not streamed to another service",
     "is_qr_tbe": "the quotient-remainder module is not provided",
     "preallocated_host_buffers": "the module allocates its tables itself",
     "ensemble_mode": "ensemble row-wise Adagrad is not provided",

@@ -12,7 +12,7 @@ from tbe.init import UNWRITTEN
 from tbe.module import TableBatchedEmbeddingBags
 from tbe_core.optimizers import StateKind
 
-from . import arguments, inputs, optimizers, state
+from . import arguments, inputs, optimizers, preallocated, state
 from .enums import (
     BoundsCheckMode,
     CacheAlgorithm,
@@ -201,19 +201,20 @@ class SplitTableBatchedEmbeddingBagsCodegen(nn.Module):
             batch_size_per_feature_per_rank: ``[T][R]`` ints on the host.
             total_unique_indices: without effect; FBGEMM_GPU reads it for ``OptimType.NONE`` alone.
             hash_zch_identities, hash_zch_runtime_meta: without effect; read for embedding streaming alone.
+            vbe_output, vbe_output_offsets: with variable batches, a tensor to write the output into, and
+                ``[R, T]`` int64, where each rank's and feature's part begins in it. It is what is returned.
 
         Returns:
             ``[B, total_D]``; ``[N, D]`` without pooling; flat with ``batch_size_per_feature_per_rank``.
 
         Raises:
-            NotImplementedError: ``vbe_output`` or ``vbe_output_offsets`` is not None.
             RuntimeError: a bad id or offset in mode FATAL; nothing has been changed.
             ValueError: an input is wrong; likewise.
         """
-        for name, value in (("vbe_output", vbe_output), ("vbe_output_offsets", vbe_output_offsets)):
-            if value is not None:
-                raise arguments.refuse(name, f"<{type(value).__name__}>", "the output is allocated here", "None")
-        sizes = batch_size_per_feature_per_rank
+        sizes, spec, device = batch_size_per_feature_per_rank, self.tables.spec, self.tables.weights.device
+        into = preallocated.check(
+            vbe_output, vbe_output_offsets, sizes, spec.layout.features, spec.output_dtype, device
+        )
         indices, offsets, weights = self._checked(indices, offsets, per_sample_weights, sizes)
         options: dict[str, Any] = {}
         if sizes is not None:
@@ -221,7 +222,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(nn.Module):
         if feature_requires_grad is not None and weights is not None:
             options["feature_requires_grad"] = feature_requires_grad
         out: torch.Tensor = self.tables(indices, offsets, weights, **options)
-        return out
+        return out if into is None else preallocated.place(out, spec.layout.feature_dims, *into)
 
     def _checked(
         self,
