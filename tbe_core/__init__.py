@@ -5,6 +5,7 @@ from .config import DeviceConfig
 from .layout import Group, Layout
 from .optimizers import SGD, Optimizer, RowwiseAdagrad
 from .plan import Absent, BackendError, Plan, Policy, Rejection, choose, other_vendor
+from .quantized import QuantizedBackend, QuantizedLookup, QuantizedSpec
 from .spec import Spec
 from .tiers import Route, Tier, route, small_tables, takes_dense_tier, tier_of_run
 from .types import Capabilities, Problem, Table
@@ -25,6 +26,9 @@ __all__ = [
     "Plan",
     "Policy",
     "Problem",
+    "QuantizedBackend",
+    "QuantizedLookup",
+    "QuantizedSpec",
     "Rejection",
     "Route",
     "RowwiseAdagrad",

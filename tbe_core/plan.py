@@ -81,6 +81,8 @@ def reasons_against(
     unavailable = backend.unavailable(caps)
     if unavailable is not None:
         return (unavailable,)
+    if problem.quantization is not None and not hasattr(backend, "forward_quantized"):
+        return (f"has no lookup of {problem.quantization} rows (no forward_quantized)",)
     return backend.unsupported(problem, caps)
 
 

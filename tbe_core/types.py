@@ -55,6 +55,8 @@ class Problem:
     optimizer_flags: tuple[tuple[str, str | bool], ...]
     deterministic: bool
     stochastic_rounding: bool = False
+    quantization: str | None = None
+    """Of read-only tables, by name of ``tbe_core.quantization.FORMATS``; no optimizer then."""
 
     @property
     def max_dim(self) -> int:
@@ -62,10 +64,11 @@ class Problem:
 
     def __str__(self) -> str:
         dims = ",".join(map(str, self.dims)) if len(self.dims) <= 6 else f"{self.dims[0]}..{self.dims[-1]}"
+        rows = self.quantization or short_name(self.weights_dtype)
         return (
-            f"{self.pooling} D={dims} {short_name(self.weights_dtype)}->{short_name(self.output_dtype)} "
+            f"{self.pooling} D={dims} {rows}->{short_name(self.output_dtype)} "
             f"ids {short_name(self.index_dtype)}/{short_name(self.offset_dtype)}"
-            f"{' weighted' if self.weighted else ''} {self.optimizer}"
+            f"{' weighted' if self.weighted else ''} {'read-only' if self.quantization else self.optimizer}"
             f"{' stochastic rounding' if self.stochastic_rounding else ''}"
             f"{'' if self.deterministic else ' non-deterministic'}"
         )

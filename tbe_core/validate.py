@@ -9,7 +9,10 @@ from itertools import accumulate
 import torch
 
 from .dtypes import INDEX_DTYPES, SAMPLE_WEIGHT_DTYPES, names
+from .quantized import QuantizedSpec
 from .spec import Spec
+
+AnySpec = Spec | QuantizedSpec
 
 
 def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...], device: torch.device) -> torch.Tensor:
@@ -28,7 +31,7 @@ def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...], devi
 
 
 def check_inputs(
-    spec: Spec,
+    spec: AnySpec,
     device: torch.device,
     indices: object,
     offsets: object,
@@ -60,7 +63,7 @@ def check_inputs(
 
 
 def check_offset_values(
-    spec: Spec, offsets: torch.Tensor, lookups: int, bags: Sequence[int] | None = None
+    spec: AnySpec, offsets: torch.Tensor, lookups: int, bags: Sequence[int] | None = None
 ) -> None:
     """Offsets start at 0, never decrease and end at the number of indices. Reads values.
 
@@ -86,7 +89,7 @@ def check_offset_values(
         raise ValueError(f"offsets[-1]={last}: expected {lookups}, the length of indices")
 
 
-def check_index_values(spec: Spec, indices: torch.Tensor, offsets: torch.Tensor) -> None:
+def check_index_values(spec: AnySpec, indices: torch.Tensor, offsets: torch.Tensor) -> None:
     """Every id is -1 (pruned) or in [0, rows of its table). Offsets must be checked before. Reads values.
 
     Raises:

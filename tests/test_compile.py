@@ -36,6 +36,8 @@ REGISTERS = {
     "tbe_forward_pool_kernel": (72, 64),
     "tbe_forward_rows_kernel": (32, 16),
     "tbe_linearise_kernel": (48, 32),
+    "tbe_quantized_pool_kernel": (120, 96),
+    "tbe_quantized_rows_kernel": (40, 24),
     "tbe_rank_sort_kernel": (152, 56),
     "tbe_update_kernel": (112, 64),
     "tbe_weight_grad_kernel": (56, 40),
@@ -57,6 +59,12 @@ ROW_LOADS = {
     "tbe_update_kernel[D=128 fp16->fp32 rowwise_adagrad fused]": (16, None),
     "tbe_update_kernel[D=128 fp16->fp32 rowwise_adagrad split]": (16, 8),
     "tbe_weight_grad_kernel[D=128 fp16->fp32 sum weighted]": (16, 16),
+    "tbe_quantized_pool_kernel[D=128 int8->fp32 sum short bags]": (16, 16),
+    "tbe_quantized_pool_kernel[D=128 int4->fp32 sum short bags]": (16, 16),
+    "tbe_quantized_pool_kernel[D=128 fp8->fp32 sum short bags]": (16, 16),
+    "tbe_quantized_pool_kernel[D=256 int8->fp32 sum short bags]": (16, 16),
+    "tbe_quantized_pool_kernel[D=256 int4->fp32 sum short bags]": (16, 16),
+    "tbe_quantized_pool_kernel[D=256 fp8->fp32 sum short bags]": (16, 16),
 }
 """Kernel to the widest global load in bytes, on NVIDIA and on AMD. Where one row is walked at a time, 64 lanes
 take 4 bytes each of its fp16 and 8 of an fp32 gradient's; of four fp16 rows side by side 16. None: no such
@@ -128,7 +136,8 @@ def test_every_target_has_every_kernel(rows: list[Row]) -> None:
         for tier in ("fused", "split")
     ]
     + [f"[D=128 fp16->fp32 rowwise_adagrad {mode} limits_norm split" for mode in ("l2", "decoupled")]
-    + ["[D=3,16,128,512 fp16->fp32", "sgd fused", "mean split", " none]", " weighted", " dense]", " ids i64 "],
+    + ["[D=3,16,128,512 fp16->fp32", "sgd fused", "mean split", " none]", " weighted", " dense]", " ids i64 "]
+    + [f"[D={dim} {name}->fp32 sum" for dim in (16, 128, 256) for name in ("int8", "int4", "fp8")],
 )
 def test_the_variants_are_there(rows: list[Row], words: str) -> None:
     fused = words.endswith("fused")

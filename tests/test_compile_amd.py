@@ -83,6 +83,15 @@ def test_the_forward_s_rows_are_16_byte_loads(rows: list[Row], target: str, bags
 
 
 @pytest.mark.parametrize("target", COMPILED["rocm"])
+@pytest.mark.parametrize("quantization", ("int8", "int4", "fp8"))
+def test_quantised_rows_are_16_byte_loads(rows: list[Row], target: str, quantization: str) -> None:
+    """On gfx90a too, which has no fp8 instruction."""
+    for dim in (128, 256):
+        for row in of(rows, "rocm", target, f"tbe_quantized_pool_kernel[D={dim} {quantization}->fp32 sum short"):
+            assert widest_load(row) == 16, row
+
+
+@pytest.mark.parametrize("target", COMPILED["rocm"])
 @pytest.mark.parametrize("dim", (64, 128, 256))
 def test_the_update_s_gradients_take_what_a_row_gives_a_lane(rows: list[Row], target: str, dim: int) -> None:
     """It walks one row at a time: of an fp32 gradient each lane has its share, up to 16 bytes. Keys and values

@@ -117,6 +117,7 @@ def test_every_operator_is_checked_above() -> None:
     schemas = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("tbe::")}
     checked = {"lookup", "backward_update", "check", "per_sample_weight_grad"}
     checked |= {"vbe_offsets", "vbe_flatten", "vbe_unflatten"}  # in test_vbe.py
+    checked |= {"quantized_lookup"}  # in test_quantized.py
     checked |= {"inference"}  # in test_export.py
     assert schemas == {f"tbe::{name}" for name in checked}
 

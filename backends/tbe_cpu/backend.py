@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from tbe_core import BAD_LOOKUPS, BAD_OFFSETS, Capabilities, DeviceConfig, Lookup, Problem, Spec, Training
+from tbe_core import (
+    BAD_LOOKUPS,
+    BAD_OFFSETS,
+    Capabilities,
+    DeviceConfig,
+    Lookup,
+    Problem,
+    QuantizedLookup,
+    Spec,
+    Training,
+)
 from tbe_core.optimizers import REGISTRY, Hyper, NoOptimizer
+from tbe_core.quantization import unpack
 from tbe_core.rounding import random_words, round_stochastically
 
 from .jagged import GroupLookup, bad_ids, group_lookups, sum_segments
@@ -39,7 +52,7 @@ class CpuBackend:
     def settle(self) -> None:
         """Nothing is built in the background."""
 
-    def count_bad(self, lookup: Lookup, bad: torch.Tensor) -> None:
+    def count_bad(self, lookup: Lookup | QuantizedLookup, bad: torch.Tensor) -> None:
         indices, offsets = lookup.indices, lookup.offsets
         n = indices.numel()
         wrong = (offsets < 0) | (offsets > n)
@@ -61,6 +74,29 @@ class CpuBackend:
             pooled = _gather(part, lookup) if none else _pool(part, lookup)
             part.scatter_columns(out, pooled)
         return out, self.prepare(lookup)
+
+    def forward_quantized(self, lookup: QuantizedLookup) -> torch.Tensor:
+        spec = lookup.spec
+        none = spec.pooling == "none"
+        height = lookup.indices.numel() if none else lookup.batch
+        out = torch.empty(height, spec.output_width, dtype=spec.output_dtype)
+        bases = dict(zip(spec.layout.groups, spec.group_bases, strict=True))
+        for part in group_lookups(lookup):
+            width, base = spec.form.row_bytes(part.dim), bases[part.group]
+            packed = lookup.weights[base : base + part.group.rows * width].view(part.group.rows, width)
+
+            def read(rows: torch.Tensor, packed: torch.Tensor = packed, dim: int = part.dim) -> torch.Tensor:
+                return unpack(packed[rows], spec.form, dim)
+
+            if none:
+                rows = torch.zeros(height, part.dim, dtype=out.dtype)
+                for at in range(0, part.rows.numel(), step := max(1, CHUNK_ELEMENTS // part.dim)):
+                    piece = slice(at, at + step)
+                    rows[part.positions[piece]] = read(part.rows[piece]).to(out.dtype)
+                part.scatter_columns(out, rows)
+            else:
+                part.scatter_columns(out, _pool_rows(part, part.scale(lookup), read))
+        return out
 
     def prepare(self, lookup: Lookup) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
@@ -138,10 +174,18 @@ def _gather(part: GroupLookup, lookup: Lookup) -> torch.Tensor:
 def _pool(part: GroupLookup, lookup: Lookup) -> torch.Tensor:
     """``[T_g * B, D]`` fp32: pooled bags of one group of features."""
     table, scale = part.table(lookup.weights), part.scale(lookup)
-    lengths = torch.bincount(part.bags, minlength=part.bag_count)
     if table.dtype == torch.float32:
+        lengths = torch.bincount(part.bags, minlength=part.bag_count)
         return sum_segments(table, part.rows, lengths, scale)
-    # embedding_bag rounds its sum to the table's dtype: widen the rows first, a bounded number of bags at a time.
+    # embedding_bag rounds its sum to the table's dtype: widen the rows first.
+    return _pool_rows(part, scale, lambda rows: table[rows].float())
+
+
+def _pool_rows(
+    part: GroupLookup, scale: torch.Tensor | None, read: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The same of rows that ``read`` gives in fp32, ``[n, D]``: a bounded number of bags at a time."""
+    lengths = torch.bincount(part.bags, minlength=part.bag_count)
     out = torch.empty(part.bag_count, part.dim, dtype=torch.float32)
     ends = lengths.cumsum(0)
     step = max(1, CHUNK_ELEMENTS // part.dim)
@@ -150,7 +194,7 @@ def _pool(part: GroupLookup, lookup: Lookup) -> torch.Tensor:
         # As many bags as fit, and at least one, however long it is.
         last = max(int(torch.searchsorted(ends, lookups + step, right=True)), first + 1)
         piece = slice(lookups, int(ends[last - 1]))
-        rows = table[part.rows[piece]].float()
+        rows = read(part.rows[piece])
         order = torch.arange(len(rows))
         out[first:last] = sum_segments(rows, order, lengths[first:last], None if scale is None else scale[piece])
         first, lookups = last, piece.stop

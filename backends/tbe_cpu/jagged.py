@@ -9,8 +9,10 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from tbe_core import Group, Layout, Lookup
+from tbe_core import Group, Layout, Lookup, QuantizedLookup
 from tbe_core.types import PRUNED_ID
+
+AnyLookup = Lookup | QuantizedLookup
 
 PIECE = 256
 """Lookups that are added one after another in fp32. A longer sum is made of such pieces: added in one chain,
@@ -80,7 +82,7 @@ class GroupLookup:
     def inverse_lengths(self) -> torch.Tensor:
         return self.lengths.clamp(min=1).float().reciprocal()
 
-    def scale(self, lookup: Lookup) -> torch.Tensor | None:
+    def scale(self, lookup: AnyLookup) -> torch.Tensor | None:
         """``[n]`` fp32 factor of each lookup, or None when every factor is 1."""
         scale = None
         if lookup.per_sample_weights is not None:
@@ -117,7 +119,7 @@ def _features_by_group(layout: Layout) -> tuple[tuple[Group, tuple[int, ...]], .
     return tuple(by_group)
 
 
-def _limits(lookup: Lookup, frozen: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _limits(lookup: AnyLookup, frozen: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Per lookup: its bag, its feature and its table's number of rows (0 if ``frozen``), ``[N]`` each."""
     layout = lookup.spec.layout
     bags = torch.repeat_interleave(lookup.offsets.long().diff())
@@ -126,14 +128,14 @@ def _limits(lookup: Lookup, frozen: tuple[int, ...] = ()) -> tuple[torch.Tensor,
     return bags, features, rows[features]
 
 
-def bad_ids(lookup: Lookup) -> torch.Tensor:
+def bad_ids(lookup: AnyLookup) -> torch.Tensor:
     """``[N]`` bool: ids outside [-1, rows of their table)."""
     _, _, limits = _limits(lookup)
     indices = lookup.indices[: limits.numel()]
     return (indices < PRUNED_ID) | (indices >= limits)
 
 
-def group_lookups(lookup: Lookup, frozen: tuple[int, ...] = ()) -> Iterator[GroupLookup]:
+def group_lookups(lookup: AnyLookup, frozen: tuple[int, ...] = ()) -> Iterator[GroupLookup]:
     """One ``GroupLookup`` a dim, ascending; the lookups of ``frozen`` tables are left out."""
     layout, batch = lookup.spec.layout, lookup.batch
     lengths = lookup.offsets.long().diff()

@@ -13,6 +13,7 @@ from tbe_core import (
     DeviceConfig,
     Lookup,
     Problem,
+    QuantizedLookup,
     Spec,
     Training,
     small_tables,
@@ -20,7 +21,7 @@ from tbe_core import (
 )
 from tbe_core.tuning import Knob
 
-from . import configs, sort
+from . import configs, quantized, sort
 from .carry import Carry, CarryLayout
 from .fused_tier import fused_tier_hazard, without_hazard
 from .shapes import MAX_DIM
@@ -79,6 +80,8 @@ class TritonBackend:
     def configure(self, problem: Problem, caps: Capabilities) -> tuple[DeviceConfig, tuple[str, ...]]:
         hazard = fused_tier_hazard(caps)
         config = without_hazard(self.device_config(caps), caps)
+        if problem.quantization is not None:
+            return config, ("packed rows are decoded in fp32 as they are pooled",)
         radix = sort.radix_unavailable(caps)
         fused = f"fused up to {config.fused_programs} programs, else split"
         long_runs = fused if hazard is None else f"split, never fused, since {hazard}"
@@ -102,11 +105,17 @@ class TritonBackend:
     def settle(self) -> None:
         sort.settle()
 
-    def count_bad(self, lookup: Lookup, bad: torch.Tensor) -> None:
+    def count_bad(self, lookup: Lookup | QuantizedLookup, bad: torch.Tensor) -> None:
         from . import launch
 
+        packed = isinstance(lookup, QuantizedLookup)
+        tables = quantized.quantized_tables(lookup) if packed else device_tables(lookup)
         with on_device(bad):
-            launch.check(lookup, device_tables(lookup), bad)
+            launch.check(lookup, tables, bad)
+
+    def forward_quantized(self, lookup: QuantizedLookup) -> torch.Tensor:
+        with on_device(lookup.weights):
+            return quantized.forward(lookup)
 
     def carry_bytes(self, spec: Spec, config: DeviceConfig, lookups: int, batch: int, weighted: bool) -> int:
         if not spec.trained:

@@ -13,6 +13,11 @@ from .shapes import ForwardShape, alignment, forward_shapes, gradient_units, nex
 _numbers = itertools.count()
 
 
+def next_number() -> int:
+    """Tells the tables of one description and device from every other's: compiled kernels are kept by it."""
+    return next(_numbers)
+
+
 class DenseTables:
     """Features and rows of the small tables, as tensors on one device; features ordered by table."""
 

@@ -21,6 +21,8 @@ from tbe_core import (
     Lookup,
     Optimizer,
     Plan,
+    QuantizedLookup,
+    QuantizedSpec,
     RowwiseAdagrad,
     Spec,
     Table,
@@ -32,6 +34,7 @@ from tbe_core import (
 )
 from tbe_core.dtypes import STATE_DTYPE, short_name
 from tbe_core.optimizers import REGISTRY, WEIGHT_DECAY_MODES, Adam, NoOptimizer
+from tbe_core.quantization import QUANTIZATIONS, Quantization
 from tbe_core.types import Pooling
 
 from .launcher import Record, recording
@@ -63,14 +66,18 @@ class Variant:
     rows: int = ROWS
     """A table."""
     deterministic: bool = True
+    quantization: Quantization | None = None
+    """Of a read-only module's rows: only its forward is compiled."""
     passes: tuple[str, ...] = (FORWARD, UPDATE)
     tiers: tuple[Tier, ...] = (Tier.FUSED, Tier.SPLIT)
     """Few lookups, many, or bags that repeat rows of small tables."""
 
-    def spec(self) -> Spec:
-        tables = [Table(f"d{dim}", self.rows, dim) for dim in self.dims]
+    def spec(self) -> Spec | QuantizedSpec:
+        layout = Layout.make([Table(f"d{dim}", self.rows, dim) for dim in self.dims], None)
+        if self.quantization is not None:
+            return QuantizedSpec(layout, self.quantization, self.pooling, self.output_dtype)
         return Spec(
-            Layout.make(tables, None), self.optimizer, self.pooling, self.weights_dtype, self.output_dtype,
+            layout, self.optimizer, self.pooling, self.weights_dtype, self.output_dtype,
             stochastic_rounding=self.stochastic_rounding, deterministic=self.deterministic,
         )  # fmt: skip
 
@@ -78,7 +85,7 @@ class Variant:
         """What stands in the brackets: only what decides the kernels of that pass."""
         words = [
             f"D={','.join(map(str, self.dims))}",
-            f"{short_name(self.weights_dtype)}->{short_name(self.output_dtype)}",
+            f"{self.quantization or short_name(self.weights_dtype)}->{short_name(self.output_dtype)}",
         ]
         if work == UPDATE:
             flags = self.optimizer.flags.items()
@@ -132,6 +139,14 @@ def _variants() -> Iterator[Variant]:
     for dim in (16, 128, 256):
         yield Variant((dim,), rows=SMALL_ROWS, passes=only_update, tiers=(Tier.DENSE,))
     yield Variant((128,), passes=(CHECK,), tiers=few)
+    for quantization in QUANTIZATIONS:
+        read = {"quantization": quantization, "passes": (FORWARD,)}
+        for dim in (16, 128, 256):
+            yield Variant((dim,), **read)
+        yield Variant((3, 16, 128, 512), tiers=few, **read)
+        yield Variant((128,), pooling="mean", weighted=True, tiers=few, **read)
+        yield Variant((128,), rows=MANY_ROWS, tiers=few, **read)
+        yield Variant((128,), pooling="none", tiers=few, **read)
 
 
 VARIANTS: tuple[Variant, ...] = tuple(_variants())
@@ -154,10 +169,12 @@ class Call:
             caps = replace(caps, processors=ONE_PROCESSOR)
         lookups, batch = _size(variant, tier, config, caps)
         self._backend = backend
-        self._lookup = Lookup(
+        packed = isinstance(spec, QuantizedSpec)
+        rows = (spec.total_bytes, torch.uint8) if packed else (spec.layout.total_elements, variant.weights_dtype)
+        self._lookup: Any = (QuantizedLookup if packed else Lookup)(
             spec,
             Plan(backend.name, problem, caps, config, notes),
-            _storage(spec.layout.total_elements, variant.weights_dtype),
+            _storage(*rows),
             torch.zeros(lookups, dtype=variant.index_dtype),
             torch.zeros(batch * spec.layout.features + 1, dtype=variant.index_dtype),
             torch.zeros(lookups) if variant.weighted else None,
@@ -169,6 +186,10 @@ class Call:
         if work == CHECK:
             with recording(record):
                 backend.count_bad(lookup, torch.zeros(2, dtype=torch.int64))
+            return
+        if isinstance(lookup, QuantizedLookup):
+            with recording(record):
+                backend.forward_quantized(lookup)
             return
         with recording(record if work == FORWARD else _ignore):
             out, carry = backend.forward(lookup, carry=True)

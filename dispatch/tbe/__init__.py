@@ -21,6 +21,7 @@ from .fused_optimizer import FusedOptimizer
 from .module import TableBatchedEmbeddingBags, plan
 from .policy import BackendStatus, backends, settle, use_backend
 from .probe import capabilities
+from .quantized import QuantizedTableBatchedEmbeddingBags, quantize
 from .rows import initialise, resized
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "PartialRowwiseAdam",
     "PartialRowwiseLAMB",
     "Plan",
+    "QuantizedTableBatchedEmbeddingBags",
     "RowwiseAdagrad",
     "Table",
     "TableBatchedEmbeddingBags",
@@ -50,6 +52,7 @@ __all__ = [
     "initialise",
     "load_checkpoint",
     "plan",
+    "quantize",
     "resized",
     "save_checkpoint",
     "settle",

@@ -7,11 +7,11 @@ makes autograd call the backward. ``spec`` is the handle of a ``Spec``, entered 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from tbe_core import Spec, Training
+from tbe_core import QuantizedBackend, QuantizedSpec, Spec, Training
 from tbe_core.validate import check_index_values, check_inputs, check_offset_values
 
 from . import policy
@@ -31,15 +31,26 @@ _library.define(
     "Tensor per_sample_weights, int spec, str backend) -> Tensor"
 )
 _library.define(
+    "quantized_lookup(Tensor weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, int spec, "
+    "str backend) -> Tensor"
+)
+_library.define(
     "check(Tensor weights, Tensor indices, Tensor offsets, Tensor(a!) bad, int spec, str backend) -> ()"
 )
 
 _specs: dict[int, Spec] = {}
+_quantized_specs: dict[int, QuantizedSpec] = {}
 
 
 def register(spec: Spec) -> int:
     """Enter a spec; returns the handle that the operators take, the same in every process."""
     _specs[spec.handle] = spec
+    return spec.handle
+
+
+def register_quantized(spec: QuantizedSpec) -> int:
+    """``register`` for read-only quantised tables."""
+    _quantized_specs[spec.handle] = spec
     return spec.handle
 
 
@@ -128,7 +139,7 @@ def _per_sample_weight_grad(
     return found.to(per_sample_weights.dtype)
 
 
-def check_values(spec: Spec, indices: torch.Tensor, offsets: torch.Tensor) -> None:
+def check_values(spec: Spec | QuantizedSpec, indices: torch.Tensor, offsets: torch.Tensor) -> None:
     """What a call checks on the host, where ``bounds_check`` is not ``"none"``. Raises ``ValueError``."""
     if spec.bounds_check == "error" or indices.device.type == "cpu":
         check_offset_values(spec, offsets, indices.numel())
@@ -144,11 +155,43 @@ def _check(
     spec: int,
     backend: str,
 ) -> None:
-    known = _specs[spec]
+    known = _quantized_specs[spec] if spec in _quantized_specs else _specs[spec]
     check_values(known, indices, offsets)
     if known.bounds_check == "warn":
         chosen, lookup = policy.lookup_for(known, weights, indices, offsets, None, backend)
         chosen.count_bad(lookup, bad)
+
+
+def quantized_lookup(
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    spec: int,
+    backend: str,
+) -> torch.Tensor:
+    """What ``torch.ops.tbe.quantized_lookup`` runs; an eager call runs it without the dispatcher."""
+    known = _quantized_specs[spec]
+    chosen, lookup = policy.lookup_for(known, weights, indices, offsets, per_sample_weights, backend)
+    # A backend without it is passed over by the plan.
+    return cast(QuantizedBackend, chosen).forward_quantized(lookup)
+
+
+def _quantized_lookup_fake(
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    spec: int,
+    backend: str,
+) -> torch.Tensor:
+    known = _quantized_specs[spec]
+    # For the plan's reasons, where no backend serves this call.
+    policy.lookup_for(known, weights, indices, offsets, per_sample_weights, backend)
+    check_inputs(known, weights.device, indices, offsets, per_sample_weights)
+    batch = (offsets.shape[0] - 1) // known.layout.features
+    height = indices.shape[0] if known.pooling == "none" else batch
+    return weights.new_empty((height, known.output_width), dtype=known.output_dtype)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -198,5 +241,7 @@ torch.library.register_fake(
     ),
     lib=_library,
 )
+_library.impl("quantized_lookup", quantized_lookup, "CompositeExplicitAutograd")
+torch.library.register_fake("tbe::quantized_lookup", _quantized_lookup_fake, lib=_library)
 torch.library.register_fake("tbe::check", lambda *args: None, lib=_library)
 torch.library.register_autograd("tbe::lookup", _backward, setup_context=_setup, lib=_library)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -20,6 +21,8 @@ from tbe_core import (
     Plan,
     Policy,
     Problem,
+    QuantizedLookup,
+    QuantizedSpec,
     Spec,
     choose,
 )
@@ -117,7 +120,7 @@ def override_config(config: DeviceConfig) -> Iterator[None]:
 
 
 def backend_for(
-    spec: Spec,
+    spec: Spec | QuantizedSpec,
     device: torch.device,
     index_dtype: torch.dtype,
     offset_dtype: torch.dtype,
@@ -139,18 +142,19 @@ def backend_for(
 
 
 def lookup_for(
-    spec: Spec,
+    spec: Spec | QuantizedSpec,
     weights: torch.Tensor,
     indices: torch.Tensor,
     offsets: torch.Tensor,
     per_sample_weights: torch.Tensor | None,
     asked: str,
-) -> tuple[Backend, Lookup]:
-    """The backend of a call, and the call as it takes it."""
+) -> tuple[Backend, Any]:
+    """The backend of a call, and the ``Lookup`` or ``QuantizedLookup`` that it takes."""
     backend, plan = backend_for(
         spec, weights.device, indices.dtype, offsets.dtype, per_sample_weights is not None, asked
     )
-    return backend, Lookup(spec, plan, weights, indices, offsets, per_sample_weights)
+    kind: Any = QuantizedLookup if isinstance(spec, QuantizedSpec) else Lookup
+    return backend, kind(spec, plan, weights, indices, offsets, per_sample_weights)
 
 
 def settle() -> None:
